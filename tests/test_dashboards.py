@@ -13,9 +13,10 @@ import jsonschema
 import promql_parser
 import pytest
 import yaml
-from dashboard_queries import queries
+from dashboard_queries import all_queries, queries
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
+from penstock.deployment.metrics import write_grafana
 from penstock.observe import export, google, grafana
 from penstock.observe.boards import BOARDS, INSTANCES
 from penstock.observe.names import samples
@@ -198,6 +199,12 @@ def test_a_name_with_quotes_stays_inside_its_matcher() -> None:
     assert r'deployment="a\"} or vector(1) #"' in expr["timeSeriesQuery"]["prometheusQuery"]
 
 
+def test_a_grafana_of_the_run_gets_all_files(tmp_path: Path) -> None:
+    write_grafana(tmp_path / "grafana", "http://127.0.0.1:9099")
+    names = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*") if path.is_file()}
+    assert names == {f"grafana/{name}" for name in grafana.provisioning("", tmp_path)}
+
+
 def test_exported_files_are_json() -> None:
     written = export.dashboards("qwen")
     assert set(written) == {"google/operations.json", *(f"grafana/{board.name}.json" for board in BOARDS)}
@@ -206,10 +213,7 @@ def test_exported_files_are_json() -> None:
 
 @pytest.mark.processes
 def test_every_query_is_a_rule_that_prometheus_takes(tmp_path: Path) -> None:
-    rules = [
-        {"record": f"dashboard:query{number}", "expr": expr}
-        for number, (_, expr) in enumerate(each for board in BOARDS for each in queries(board))
-    ]
+    rules = [{"record": f"dashboard:query{number}", "expr": expr} for number, (_, expr) in enumerate(all_queries())]
     (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "dashboards", "rules": rules}]}))
     done = subprocess.run(["promtool", "check", "rules", "rules.yml"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

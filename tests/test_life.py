@@ -61,7 +61,12 @@ def test_up_talks_is_seen_and_leaves_nothing_after_down(place: Place) -> None:
     text = call("status").out
     assert text.startswith("one is ready")
     assert run.url in text
+    (watched,) = call("top", "--once", "--json").json["deployments"]
+    assert (watched["name"], watched["note"], watched["snapshot"]["now"]["n_ready"]) == ("one", None, 1)
     assert call("down").code == 0
+    noted = [(event["event"], "who" in event) for event in call("events", "one", "--json").events]
+    started = [("up", True), ("phase", False), ("replica ready", False)]
+    assert noted == [*started, ("stopping", True), ("down", False)]
     place.assert_nothing_left()
     assert call("status", "one", "--json").json["phase"] == "down"
     assert call("down", "one").code == 0, "a second down finds nothing to do"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from penstock.gateway import machine_metrics
-from penstock.gateway.metrics import write_metrics
+from penstock.gateway.metrics import OUTCOMES, Counters, families, write_metrics
 from penstock.gateway.workers import reports
 from penstock.gateway.workers.reports import WorkerReport
 from penstock.wire.announcement import Announcement, GatewayView, GpuReading, MachineReading, ReplicaView
@@ -94,3 +94,11 @@ def test_what_every_worker_knows_outlives_no_worker() -> None:
     counts = [("gpu_xid_errors_total", {(): 1.0}), ("retries_total", {(): 2.0})]
     left = reports.ended(msgspec.msgpack.encode(WorkerReport(counts, [])))  # type: ignore[arg-type]
     assert [name for name, _ in left.families] == ["retries_total"]
+
+
+def test_outcomes_are_written_before_the_first_of_them() -> None:
+    """A counter that appears with its first value has not increased, for Prometheus."""
+    counters = Counters(["m"])
+    assert counters.n_served() == 0
+    samples = dict(families(counters, GatewayView((), 0, 0, 0), {}, {}, {})[0][1])
+    assert samples[("model", "m"), ("outcome", "no_replica")] == 0 and len(samples) == len(OUTCOMES)

@@ -80,14 +80,12 @@ def test_the_engine_follows_machine_and_model(kind: str, has_gpus: bool, forms: 
 def test_what_this_version_or_its_target_does_not_do_is_refused_together() -> None:
     wanted = deployment(
         ui=True,
-        observe={"prometheus": True, "grafana": True},
         replicas={"min": 1, "max": 3},
         gateway={"on": "job", "auth": "keys"},
     )
     local, slurm = targets.load("local"), targets.load("slurm")
     later = [
         "ui: this version has no browser chat yet (use: penstock chat)",
-        "observe.grafana: this version does not set it up yet (scrape the gateway's /metrics yourself)",
         "replicas.max: this version has no autoscaling yet "
         "(set replicas to a number, and change it with `penstock scale`)",
     ]

@@ -121,6 +121,7 @@ def test_a_rule_over_a_name_that_nobody_writes_is_an_error() -> None:
         ({"retention_size": "1 GB"}, "observe.retention_size"),
         ({"prometheus": True, "remote_write": {"url": "https://user:word@host/"}}, "observe.remote_write.url"),
         ({"remote_write": {"url": "https://host/write"}}, "observe.remote_write"),
+        ({"grafana": True}, "observe.grafana"),
         ({"prometheus_binary": "/opt/prometheus"}, "observe.prometheus_binary"),
     ],
 )

@@ -49,6 +49,7 @@ VERBS = {
     "keys": Verb("create, list, rotate and revoke the API keys of a gateway", "keys:register_keys"),
     "usage": Verb("show the usage of each key and model, and its cost", "keys:register_usage"),
     "top": Verb("watch deployments in the terminal: replicas, load, speed, GPUs, events", "top:register"),
+    "dashboard": Verb("open the live page of a deployment in the browser", "dashboard:register"),
     "events": Verb(
         "list what happened to a deployment: starts, restarts, drains, and who changed it", "events:register"
     ),

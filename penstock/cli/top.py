@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.cli import arguments
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _PERIOD_S = 1.0
 _LOOK_S = 5.0  # for deployments that were started since
 _RETRY_S = 2.0
+_SILENT_S = 4.0  # a snapshot comes each second
 _FIRST_S = 5.0  # a gateway that does not answer takes so long
 _LOG_S, _LOG_LINES = 2.0, 200
 _N_EVENTS = 20
@@ -111,7 +112,8 @@ class Deployments:
 
             self._looked_at = time.monotonic()
             self._add(run_folder.living())
-        return [watcher.watched for watcher in self._watchers.values() if watcher.watched is not None]
+        newest = [watcher.newest() for watcher in self._watchers.values()]
+        return [watched for watched in newest if watched is not None]
 
     def run_of(self, name: str) -> Run:
         return self._watchers[name].run
@@ -130,24 +132,28 @@ class Deployments:
 
 
 class _Watcher:
-    """One deployment: what its gateway streams, and while that does not answer, what `status` knows."""
+    """One deployment: what its gateway streams, and while none answers, what `status` knows."""
 
     def __init__(self, run: Run, stop: threading.Event) -> None:
         self.run, self._stop = run, stop
         self.watched: Watched | None = None
+        self._kept_at = time.monotonic()
         self.has_first = threading.Event()
         threading.Thread(target=self._watch, name=f"top {run.name}", daemon=True).start()
 
     def _watch(self) -> None:
+        from penstock.deployment import live
+        from penstock.wire.live import Snapshot
+
         while not self._stop.is_set():
-            note: str | None = "its gateway does not answer"
             try:
-                for snapshot in _follow(self.run):
-                    self._keep(snapshot, None)
+                for item in live.follow(self.run):
+                    if isinstance(item, Snapshot):
+                        self._keep(item, None)
                     if self._stop.is_set():
                         return
-            except (PenstockError, OSError) as exc:
-                note = exc.message if isinstance(exc, PenstockError) else str(exc)
+            except PenstockError as exc:
+                note = exc.message
             with contextlib.suppress(PenstockError, OSError):
                 self._keep(None, note)
             self._stop.wait(_RETRY_S)
@@ -158,22 +164,21 @@ class _Watcher:
 
         run, address = self.run, None
         state = run.state() if snapshot is not None else observe.now_state(run, time.time())
-        events = run.events(recent=True)[-_N_EVENTS:] if snapshot is None else snapshot.events
+        events = (snapshot.events if snapshot is not None else ()) or run.events(recent=True)[-_N_EVENTS:]
         with contextlib.suppress(PenstockError):
             address = run.known_url
         self.watched = top_text.join(run.name, snapshot, state, events, address, note)
+        self._kept_at = time.monotonic()
         self.has_first.set()
 
+    def newest(self) -> Watched | None:
+        """What was seen last; a gateway that hangs is noted before its connection is given up."""
+        import msgspec
 
-def _follow(run: Run) -> Iterator[Snapshot]:
-    import msgspec
-
-    from penstock.deployment import observe
-    from penstock.wire.live import Snapshot
-
-    while True:
-        yield msgspec.convert(observe.gateways(run)[0].get_json("/dashboard/live?once"), Snapshot)
-        time.sleep(_PERIOD_S)
+        silent_s = time.monotonic() - self._kept_at
+        if self.watched is None or self.watched.note is not None or silent_s < _SILENT_S:
+            return self.watched
+        return msgspec.structs.replace(self.watched, note=f"nothing was heard of it for {silent_s:.0f} s")
 
 
 class _Log:

@@ -47,13 +47,19 @@ def join(
     """
     rows = {row.replica: row for row in (snapshot.replicas if snapshot is not None else ())}
     for row in state.replicas if state is not None else ():
-        if row.replica not in rows or row.state in _LOST:
+        known = rows.get(row.replica)
+        if known is None or row.state in _LOST:
             rows[row.replica] = _row_of(row)
+        elif row.n_restarts > known.n_restarts:  # its node's count too
+            rows[row.replica] = msgspec.structs.replace(known, n_restarts=row.n_restarts)
     if snapshot is None:
         at, n_desired = (state.observed_at, state.desired_replicas) if state is not None else (0.0, None)
         n_ready = sum(row.state == "ready" for row in rows.values())
         in_flight = sum(row.in_flight for row in rows.values())
         snapshot = Snapshot(name, at, "", Rates(at, in_flight=in_flight, n_ready=n_ready, n_desired=n_desired))
+    if snapshot.now.n_desired is None and state is not None:
+        now = msgspec.structs.replace(snapshot.now, n_desired=state.desired_replicas)
+        snapshot = msgspec.structs.replace(snapshot, now=now)
     snapshot = msgspec.structs.replace(
         snapshot,
         phase=snapshot.phase or (state.phase if state is not None else None),
@@ -203,7 +209,7 @@ def header(watched: Watched, width: int) -> list[Line]:
     """The deployment's title and its figures; without those of its gateway, why they are missing."""
     lines = [title(watched)]
     if watched.note is not None:
-        return [*lines, [(f"  without figures of its gateway, as `penstock status`: {clean(watched.note)}", "yellow")]]
+        return [*lines, [(f"  {clean(watched.note)}: below is what `status` knows", "yellow")]]
     return lines + flow([*_traffic(watched.snapshot.now), *_times(watched.snapshot), *_cost(watched.snapshot)], width)
 
 
@@ -214,9 +220,12 @@ def _fact(label: str, value: str, style: str = "bold") -> Line:
 def _traffic(now: Rates) -> list[Line]:
     engines = f" +{now.engine_waiting:.0f} in engines" if is_number(now.engine_waiting) and now.engine_waiting else ""
     return [
-        _fact("req/s", rate(now.requests_per_s)),
+        _fact("req/s", f"{rate(now.requests_per_s):>4}"),
         _fact("errors/s", rate(now.errors_per_s), "bold red" if now.errors_per_s > 0 else ""),
-        [*_fact("tok/s in", rate(now.prompt_tokens_per_s)), *_fact(" out", rate(now.output_tokens_per_s))],
+        [
+            *_fact("tok/s in", f"{rate(now.prompt_tokens_per_s):>4}"),
+            *_fact(" out", f"{rate(now.output_tokens_per_s):>4}"),
+        ],
         _fact("in flight", str(now.in_flight)),
         _fact("waiting", f"{now.waiting}{engines}", "bold yellow" if now.waiting else ""),
     ]

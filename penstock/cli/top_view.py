@@ -13,9 +13,9 @@ from penstock.wire.announcement import GpuReading, MachineReading
 from penstock.wire.live import ReplicaLive, SlowRequest
 
 _LEAST_EVENTS, _MOST_EVENTS, _MOST_BRIEF = 3, 8, 6
-_KEYS = "q quit  j k select  enter open  s S sort  / find  p pause  ? help"
+_KEYS = "q quit  jk move  enter open  sS sort  / find  p pause  ? help"
 _KEYS_SEVERAL = f"tab next  {_KEYS}"
-_KEYS_OPEN = "esc back  j k other replica  p pause  q quit"
+_KEYS_OPEN = "esc back  jk other replica  p pause  q quit"
 HELP = """
 q, Ctrl-C        quit
 down, j; up, k   select a replica

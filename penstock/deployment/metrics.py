@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 from penstock.deployment import observe
 from penstock.errors import PenstockError
-from penstock.observe import prometheus, rules
+from penstock.observe import grafana, prometheus, rules
+from penstock.observe.export import dashboards
 from penstock.paths import write_atomically
 from penstock.run_folder import Run
 from penstock.spec.gateway import is_loopback
@@ -60,7 +61,17 @@ def export(run: Run, folder: Path) -> None:
     address = f"[{host}]:{parts.port}" if ":" in host else f"{host}:{parts.port}"
     texts = {prometheus.TARGETS: prometheus.targets(deployment, [address])}
     texts |= {prometheus.DCGM_TARGETS: prometheus.dcgm_targets(deployment, ())}
+    texts |= dashboards(deployment.name)
     texts |= {"README.md": _README.format(name=run.name, folder=folder)}
+    _write(folder, texts)
+
+
+def write_grafana(folder: Path, url: str) -> None:
+    """The dashboards, and what points a Grafana of this machine at them and at the Prometheus at `url`."""
+    _write(folder, grafana.provisioning(url, folder))
+
+
+def _write(folder: Path, texts: dict[str, str]) -> None:
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / name, text.encode())

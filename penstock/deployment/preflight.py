@@ -36,9 +36,6 @@ def unsupported(deployment: Deployment, target: Target) -> list[Problem]:
         problems.append(Problem("cache.weights", message, "give the folder where models from a hub are kept"))
     if deployment.ui:
         problems.append(Problem("ui", "this version has no browser chat yet", "use: penstock chat"))
-    if deployment.observe.grafana:
-        hint = "scrape the gateway's /metrics yourself"
-        problems.append(Problem("observe.grafana", "this version does not set it up yet", hint))
     if deployment.replicas.max > max(1, deployment.replicas.min):
         hint = "set replicas to a number, and change it with `penstock scale`"
         problems.append(Problem("replicas.max", "this version has no autoscaling yet", hint))

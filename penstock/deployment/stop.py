@@ -54,7 +54,7 @@ def end_run(
 ) -> list[Marked]:
     """As `down`, for a caller that holds the lock. `failure`: the state that stays, of a start that failed."""
     say, began = on_step or (lambda _: None), time.monotonic()
-    last, before = failure or run.state(), run.desired()
+    last, before, was_ended = failure or run.state(), run.desired(), run.is_ended()
     unwritten = _why_unwritten(run.write_desired, Desired("down", 0))
     say("ending the controller")
     marked = processes.find_marked(str(run.path))
@@ -95,7 +95,10 @@ def end_run(
         hint = f"Free some space, then: penstock down {run.name}"
         raise PenstockError(f'ended "{run.name}", but could not write that down: {unwritten}', hint=hint)
     took = f"everything ended after {show_seconds(time.monotonic() - began)}"
-    run.add_event("failed" if failure else "down", (failure.reason or "") if failure else took)
+    if failure:
+        run.add_event("failed", failure.reason or "")
+    elif not was_ended:  # an `up` ends the last launch in any case
+        run.add_event("down", took)
     return swept
 
 

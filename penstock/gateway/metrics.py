@@ -13,7 +13,7 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 from penstock.wire.announcement import GatewayView
 from penstock.wire.metric_names import METRICS, PREFIX
@@ -27,6 +27,7 @@ GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0
 OWN_S = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0)
 
 Outcome = Literal["complete", "client_gone", "broken", "no_replica", "queue_full", "late", "refused"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 Labels = tuple[tuple[str, str], ...]
 Family = tuple[str, Mapping[Labels, float]]  # a name of METRICS, values by labels
 # A name of METRICS, upper ends of the buckets, and by labels the counts of the buckets and the sum.
@@ -91,7 +92,11 @@ class Counters:
         self.first_token_bounds = with_bound(LATENCY_S, ttft_ms)
         self.output_token_bounds = with_bound(GAP_S, tpot_ms)
         self.n_requests = 0
-        self.outcomes: Counter[tuple[str, Outcome]] = Counter()
+        models = tuple(models)
+        # From 0 on: what a series began with is no increase to Prometheus, so that it would miss the first failures.
+        self.outcomes: Counter[tuple[str, Outcome]] = Counter(
+            {(model, outcome): 0 for model in models for outcome in OUTCOMES}
+        )
         self.retries: Counter[str] = Counter(dict.fromkeys(models, 0))
         self.n_connect_failures = 0
         self.own_s = Histogram(OWN_S)
@@ -233,11 +238,11 @@ def _write_histograms(
 
 
 def _write_sample(name: str, labels: Labels, value: float) -> str:
-    pairs = ",".join(f'{key}="{_escape(text)}"' for key, text in labels)
+    pairs = ",".join(f'{key}="{escape_label(text)}"' for key, text in labels)
     # Compiled, an int that is passed as a float becomes one; a count stays a count to its reader.
     number = int(value) if value == int(value) else value
     return f"{PREFIX}{name}{{{pairs}}} {number}\n" if pairs else f"{PREFIX}{name} {number}\n"
 
 
-def _escape(text: str) -> str:
+def escape_label(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -73,6 +73,13 @@ def _stat(
 
 
 _TILES = (
+    _stat(
+        "Firing alerts",
+        "Alerts of penstock's rules that fire now; Prometheus's page Alerts names them.",
+        "",
+        'sum(ALERTS{alertstate="firing"}) or vector(0)',
+        ((None, "green"), (1, "red")),
+    ),
     Panel(
         "Replicas",
         "Replicas that get traffic, and how many are asked for. Red: none gets traffic.",
@@ -83,13 +90,12 @@ _TILES = (
         3,
     ),
     _stat(
-        "Firing alerts",
-        "Alerts of penstock's rules that fire now; Prometheus's page Alerts names them.",
+        "Targets down",
+        "Gateways, engines and exporters that cannot be read: their series are missing, not zero.",
         "",
-        'sum(ALERTS{alertstate="firing"}) or vector(0)',
+        "(count(up == 0) or vector(0)) + (count(penstock_engine_scrape_up == 0) or vector(0))",
         ((None, "green"), (1, "red")),
     ),
-    _stat("Requests", "Requests ended per second, with any outcome.", "requests/s", rate("penstock_requests_total")),
     _stat(
         "Failed",
         "Share of requests that broke, found no replica, waited too long or met a full queue. A client that left or"
@@ -97,6 +103,20 @@ _TILES = (
         "share",
         _share_failed(),
         high(0.001, 0.01),
+    ),
+    _stat(
+        "TTFT kept",
+        "Share of streams whose first token came within workload.ttft_ms.",
+        "share",
+        attained("ttft", _TTFT),
+        low(0.9, 0.99),
+    ),
+    _stat(
+        "Token time kept",
+        "Share of streams whose time per output token was within workload.tpot_ms.",
+        "share",
+        attained("tpot", _TPOT),
+        low(0.9, 0.99),
     ),
     _stat("TTFT p95", "Time to the first token of streams, 95th percentile.", "s", quantile(0.95, _TTFT), high(1, 3)),
     _stat(
@@ -106,7 +126,9 @@ _TILES = (
         quantile(0.95, _TPOT),
         high(0.05, 0.1),
     ),
+    _stat("Requests", "Requests ended per second, with any outcome.", "requests/s", rate("penstock_requests_total")),
     _stat("Output", "Tokens per second out of all engines.", "tokens/s", _OUT),
+    _stat("In flight", "Requests on replicas now.", "", "sum(penstock_requests_in_flight)"),
     _stat(
         "Waiting",
         "Requests that wait in the gateway for a replica, and in engines for room in a batch.",
@@ -114,14 +136,6 @@ _TILES = (
         f"sum(penstock_requests_waiting) + (sum{_QUEUED} or vector(0))",
         high(10, 50),
     ),
-    _stat(
-        "Targets down",
-        "Addresses that Prometheus cannot read: their series are missing, not zero.",
-        "",
-        "count(up == 0) or vector(0)",
-        ((None, "green"), (1, "red")),
-    ),
-    _stat("In flight", "Requests on replicas now.", "", "sum(penstock_requests_in_flight)"),
     _stat(
         "KV cache",
         "The fullest replica's KV cache. High use alone is healthy; with preemptions or waiting it is too small.",
@@ -137,20 +151,6 @@ _TILES = (
         high(0.1, 1),
     ),
     _stat("Cache hits", "Share of prompt tokens that were in the prefix cache.", "share", _hits()),
-    _stat(
-        "TTFT kept",
-        "Share of streams whose first token came within workload.ttft_ms.",
-        "share",
-        attained("ttft", _TTFT),
-        low(0.9, 0.99),
-    ),
-    _stat(
-        "Token time kept",
-        "Share of streams whose time per output token was within workload.tpot_ms.",
-        "share",
-        attained("tpot", _TPOT),
-        low(0.9, 0.99),
-    ),
     _stat("GPU use", "Mean share of time in which a kernel ran. One request already makes it high.", "share", _GPU_USE),
 )
 
@@ -255,11 +255,11 @@ _SATURATION = (
         ),
     ),
     Panel(
-        "GPUs",
-        "Mean use, and power of all.",
-        "share",
-        "graph",
-        (Query(_GPU_USE, "use"),),
+        "Firing alerts",
+        "By name; what each asks for is in penstock's how-to page about Prometheus.",
+        "",
+        "stack",
+        (Query('sum by (alertname, severity) (ALERTS{alertstate="firing"})', "{{alertname}} {{severity}}"),),
     ),
     Panel(
         "Controller's last report",
@@ -271,11 +271,34 @@ _SATURATION = (
     ),
 )
 
+_HARDWARE = (
+    Panel("GPU use", "Mean share of time in which a kernel ran.", "share", "graph", (Query(_GPU_USE, "mean"),)),
+    Panel("GPU power", "Of all GPUs.", "W", "graph", (Query(_POWER, "power"),)),
+    Panel(
+        "Fullest machine",
+        "The highest use among the machines; the board of instances has each.",
+        "share",
+        "graph",
+        (
+            Query("max(penstock_node_cpu_utilization_ratio)", "CPU"),
+            Query("max(penstock_node_memory_used_bytes / penstock_node_memory_total_bytes)", "memory"),
+            Query("1 - min(penstock_node_disk_free_bytes / penstock_node_disk_total_bytes)", "disk"),
+        ),
+        high(0.9, 0.98),
+    ),
+)
+
 OPERATIONS = Board(
     "operations",
     "penstock: operations",
     "Is it healthy, and if not, where to look.",
-    (("Now", _TILES), ("Traffic", _TRAFFIC), ("Latency", _LATENCY), ("Saturation", _SATURATION)),
+    (
+        ("Now", _TILES),
+        ("Traffic", _TRAFFIC),
+        ("Latency", _LATENCY),
+        ("Saturation", _SATURATION),
+        ("Machines", _HARDWARE),
+    ),
 )
 
 _BY_REPLICA = "deployment, replica"
@@ -418,45 +441,84 @@ _PER_MINUTE = f"60 * {rate('penstock_requests_total')}"
 _SUCCESS = f"1 - ({_share_failed()})"
 _SPEED = f"1 / ({mean(_TPOT)} > 0)"
 
+_NOW = (
+    _stat("Service", "Up when a replica takes requests.", "up", _UP, ((None, "red"), (1, "green")), 4),
+    _stat(
+        "Available", "Share of the shown time in which a replica took requests.", "share",
+        f"avg_over_time(({_READY} > bool 0)[{RANGE}:1m])", low(0.99, 0.999), 4,
+    ),
+    _stat("First token", "Median time to the first token.", "s", quantile(0.5, _TTFT), high(1, 3), 4),
+    _stat("Speed", "Tokens per second of one answer.", "tokens/s", _SPEED, low(10, 20), 4),
+    _stat("Success", "Requests that did not fail.", "share", _SUCCESS, low(0.95, 0.99), 4),
+    _stat("Requests", "Requests per minute.", "requests/min", _PER_MINUTE, PLAIN, 4),
+)  # fmt: skip
+
+_HISTORY = (
+    Panel("First token", "Median and 95th percentile.", "s", "graph", quantiles(_TTFT)[:2], high(1, 3), 12),
+    Panel("Speed", "Tokens per second of one answer.", "tokens/s", "graph", (Query(_SPEED, "mean"),), width=12),
+    Panel("Requests", "Per minute.", "requests/min", "graph", (Query(_PER_MINUTE, "requests"),), width=12),
+    Panel(
+        "Success", "Share of requests that did not fail.", "share", "graph", (Query(_SUCCESS, "success"),),
+        low(0.95, 0.99), 12,
+    ),
+)  # fmt: skip
+
 STATUS = Board(
     "status",
     "penstock: service status",
     "For users: does it answer, and how fast.",
-    (
+    (("Now", _NOW), ("History", _HISTORY)),
+)
+
+_JOULES = f"{_ENERGY} / ({_OUT} > 0)"
+
+_COST = (
+    _stat("Energy per token", "GPUs' energy per output token, prompts included.", "J", _JOULES, width=4),
+    _stat("Power", "That all GPUs draw.", "W", _POWER, width=4),
+    Panel("Energy per token", "Joules per output token.", "J", "graph", (Query(_JOULES, "energy"),)),
+)
+
+_USE = (
+    Panel(
+        "Tokens by model", "Tokens per second in the ledger; cached ones are prompt tokens too.", "tokens/s", "stack",
+        (Query(rate("penstock_tokens_total", "model, kind"), "{{model}} {{kind}}"),), (), 12,
+    ),
+)  # fmt: skip
+
+_HEADROOM = (
+    Panel(
+        "Free KV cache", "Of the fullest replica, now and its least in an hour. None left: requests wait.",
+        "share", "graph",
         (
-            "Now",
-            (
-                _stat("Service", "Up when a replica takes requests.", "up", _UP, ((None, "red"), (1, "green")), 4),
-                _stat("First token", "Median time to the first token.", "s", quantile(0.5, _TTFT), high(1, 3), 5),
-                _stat("Speed", "Tokens per second of one answer.", "tokens/s", _SPEED, low(10, 20), 5),
-                _stat("Success", "Requests that did not fail.", "share", _SUCCESS, low(0.95, 0.99), 5),
-                _stat(
-                    "Requests", "Requests per minute.", "requests/min", _PER_MINUTE, PLAIN, 5
-                ),
-            ),
+            Query(f"1 - max({_KV})", "now"),
+            Query(f"1 - max(max_over_time({_KV}[1h]))", "least in an hour"),
         ),
+    ),
+    Panel(
+        "Requests per replica", "Running and waiting, by ready replica: what decides about another one.", "", "graph",
         (
-            "History",
-            (
-                _stat(
-                    "Available", "Share of the shown time in which a replica took requests.", "share",
-                    f"avg_over_time(({_READY} > bool 0)[{RANGE}:1m])", low(0.99, 0.999), 4,
-                ),
-                Panel("First token", "Median and 95th percentile.", "s", "graph", quantiles(_TTFT)[:2], high(1, 3), 10),
-                Panel(
-                    "Speed", "Tokens per second of one answer.", "tokens/s", "graph", (Query(_SPEED, "mean"),), width=10
-                ),
-                Panel(
-                    "Requests", "Per minute.", "requests/min", "graph",
-                    (Query(_PER_MINUTE, "requests"),), (), 12,
-                ),
-                Panel(
-                    "Success", "Share of requests that did not fail.", "share", "graph",
-                    (Query(_SUCCESS, "success"),), low(0.95, 0.99), 12,
-                ),
+            Query(f"sum{_RUNNING} / ({_READY} > 0)", "running"),
+            Query(f"(sum{_QUEUED} + sum(penstock_requests_waiting)) / ({_READY} > 0)", "waiting"),
+        ),
+        high(10, 50),
+    ),
+    Panel(
+        "Free GPU memory", "Of all GPUs; engines take what they are given at their start.", "bytes", "graph",
+        (
+            Query(
+                f"sum({once('penstock_gpu_memory_total_bytes')}) - sum({once('penstock_gpu_memory_used_bytes')})"
+                " or sum(DCGM_FI_DEV_FB_FREE) * 2 ^ 20",
+                "free",
             ),
         ),
     ),
 )  # fmt: skip
 
-BOARDS = (OPERATIONS, INSTANCES, STATUS)
+CAPACITY = Board(
+    "capacity",
+    "penstock: capacity and cost",
+    "What it costs, who uses it, and how much room is left.",
+    (("Cost", _COST), ("Use", _USE), ("Headroom", _HEADROOM)),
+)
+
+BOARDS = (OPERATIONS, INSTANCES, STATUS, CAPACITY)

@@ -24,6 +24,7 @@ _COLOURS = {"orange": "YELLOW", "red": "RED"}
 # UCUM, as in https://cloud.google.com/monitoring/api/ref_v3/rest/v3/projects.metricDescriptors
 _UNITS = {
     "": "1", "share": "10^2.%", "s": "s", "requests/s": "{requests}/s", "tokens/s": "{tokens}/s", "1/s": "1/s",
+    "W": "W",
 }  # fmt: skip
 
 
@@ -54,9 +55,9 @@ def _tiles(deployment: str, board: Board) -> Iterator[Json]:
 
 
 def _widgets(deployment: str, panel: Panel) -> Iterator[Json]:
-    """A graph, or a tile for each query. There is no series of alerts that fire: Cloud Monitoring has its own page."""
+    """A graph, or a tile for each query. Alerts that fire are no series here: Cloud Monitoring has its own page."""
     queries = [query for query in panel.queries if "ALERTS" not in query.expr]
-    if panel.kind != "stat":
+    if panel.kind != "stat" and queries:
         yield {"title": panel.title, "xyChart": _chart(deployment, panel)}
         return
     for query in queries:

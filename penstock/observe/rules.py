@@ -290,6 +290,13 @@ def _parts() -> Iterator[_Alert]:
         " not written: the ledger's queue was full, or the store refused the rows.",
     )  # fmt: skip
     yield _Alert(
+        "PenstockControllerSilent", "controller", "ticket", "1m",
+        "min by (deployment) (penstock_controller_age_seconds{@}) > 60",
+        "the controller has not reported for {{ $value | humanizeDuration }}",
+        "The controller of {{ $labels.deployment }} has not reported for {{ $value | humanizeDuration }}. Requests are"
+        " served, but nothing that dies is started again.",
+    )  # fmt: skip
+    yield _Alert(
         "PenstockTargetDown", "target-down", "page", "2m",
         'up{@,job!="dcgm"} == 0',
         "{{ $labels.instance }} cannot be scraped",

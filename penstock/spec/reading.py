@@ -403,8 +403,8 @@ def _observe_rules(observe: Observe) -> Iterator[Problem]:
             f'"{observe.remote_write.url}" is no URL without a password',
             "example: https://metrics.example.org/api/v1/write; put the token into token_file",
         )
-    for field in ("prometheus_binary", "remote_write"):
-        if getattr(observe, field) is not None and not observe.prometheus:
+    for field in ("grafana", "prometheus_binary", "remote_write"):
+        if getattr(observe, field) not in (None, False) and not observe.prometheus:
             yield Problem(f"observe.{field}", "given, but Prometheus is off", "set observe.prometheus: true")
 
 

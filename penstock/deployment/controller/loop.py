@@ -19,6 +19,7 @@ from penstock import processes, targets
 from penstock.deployment import measured
 from penstock.deployment.controller.changes import changes, noted_of
 from penstock.deployment.controller.decide import Decision, Event, Memory, decide
+from penstock.deployment.controller.news import NewsPoster
 from penstock.deployment.controller.prometheus import PrometheusChild
 from penstock.deployment.observe import History, Observation, gateways, look, summarise
 from penstock.errors import PenstockError
@@ -76,6 +77,7 @@ class Controller:
         self._refusal: _Refusal | None = None
         self._watchdog: Process | None = None
         self._written: tuple[float, State] | None = None
+        self._news = NewsPoster(run)
         self._noted = noted_of(last)
         self._prometheus: PrometheusChild | None = None
         has_folder = own is None or self.target.shares_files  # in a cluster, the cluster's own watches
@@ -112,6 +114,7 @@ class Controller:
         events, self._noted = changes(state, self._noted)
         self._add_events(events)
         self._write(state)
+        self._news.post(state)
         return decision
 
     def _add_events(self, events: Sequence[Event]) -> None:

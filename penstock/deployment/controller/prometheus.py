@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock import processes
-from penstock.deployment.metrics import write_settings
+from penstock.deployment.metrics import write_grafana, write_settings
 from penstock.deployment.observe import last_words
 from penstock.errors import PenstockError
 from penstock.hardware import network
@@ -125,6 +125,8 @@ class PrometheusChild:
         )
         self._answered_at = now
         self._run.add_event("prometheus started", self.part.url or "")
+        if observe.grafana:
+            write_grafana(self._run.path / "grafana", self.part.url or "")
 
     def _start(self, argv: list[str]) -> Process:
         marks = processes.marks(str(self._run.path), self._run.record().id, ROLE)

@@ -109,7 +109,7 @@ class LiveFeed:
         while True:
             if self.streams or self._history.is_row_due(time.monotonic()):
                 try:
-                    self._take(self._look(await self._reporter.gather()))
+                    self._take(self._look(await self._reporter.gather(with_known=False)))
                 except Exception:
                     # A page without news is better than a gateway without requests.
                     log.exception("a bug in the live page's snapshot")

@@ -1,0 +1,74 @@
+"""Tells every gateway what only the controller knows, for those who watch: at a change, and every few seconds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from penstock.deployment.observe import gateways
+from penstock.errors import PenstockError
+from penstock.run_folder import Run, State
+from penstock.wire.gateways import post_each
+from penstock.wire.live import DeploymentNews, Event
+
+EVERY_S = 5.0
+AGAIN_S = 1.0  # after a failure
+MAX_EVENTS = 100
+
+
+def make_news(name: str, state: State, events: tuple[Event, ...]) -> DeploymentNews:
+    return DeploymentNews(
+        deployment=name,
+        phase=state.phase,
+        desired_replicas=state.desired_replicas,
+        states=dict(Counter(row.state for row in state.replicas)),
+        n_restarts=sum(row.n_restarts for row in state.replicas),
+        reason=state.reason,
+        events=events,
+    )
+
+
+class NewsPoster:
+    """Posts in a thread, one at a time: a gateway that does not answer delays no tick."""
+
+    def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._clock = run, clock
+        self._posted: DeploymentNews | None = None
+        self._tried_at = -EVERY_S
+        self._thread: threading.Thread | None = None
+        self._events: tuple[Event, ...] = ()
+        self._events_version: tuple[int, ...] = ()
+
+    def post(self, state: State) -> None:
+        """Does not block. What changes while a post is under way goes with the next."""
+        if state.gateway.state != "running" or (self._thread is not None and self._thread.is_alive()):
+            return
+        news = make_news(self._run.name, state, self._read_events())
+        now = self._clock()
+        is_change = self._posted is not None and news != self._posted
+        if not is_change and now - self._tried_at < (EVERY_S if self._posted is not None else AGAIN_S):
+            return
+        self._tried_at = now
+        self._thread = threading.Thread(target=self._send, args=(news,), name="news", daemon=True)
+        self._thread.start()
+
+    def _send(self, news: DeploymentNews) -> None:
+        try:
+            post_each(gateways(self._run), "/admin/news", news)
+            self._posted = news
+        except PenstockError:  # nothing is lost: the next one says it all again
+            self._posted = None
+
+    def _read_events(self) -> tuple[Event, ...]:
+        """The newest, read only when the file has changed: verbs write to it too."""
+        try:
+            status = self._run.events_file.stat()
+            version = (status.st_ino, status.st_size, status.st_mtime_ns)
+            if version != self._events_version:
+                self._events = tuple(self._run.events(recent=True)[-MAX_EVENTS:])
+                self._events_version = version
+        except OSError:  # a folder that is being removed
+            pass
+        return self._events

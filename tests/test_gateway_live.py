@@ -1,0 +1,351 @@
+"""What watchers read: rates and quantiles from counters, snapshots, and the stream of them."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from gateway_processes import ask, until, workers
+from gateway_rig import TOKEN, Client, Rig, both_loops, echo
+from samples import told, view
+
+from penstock.gateway.config import GatewayConfig, ServedModel, Slo
+from penstock.gateway.live import stream
+from penstock.gateway.live.history import LiveHistory, quantile
+from penstock.gateway.live.news import DatedNews, NewsBoard
+from penstock.gateway.live.snapshot import MAX_REPLICAS, Moment, look, make_snapshot, rates
+from penstock.gateway.workers.reports import WorkerReport
+from penstock.wire.announcement import EngineLoad, GatewayView, GpuReading, MachineReading
+from penstock.wire.live import DeploymentNews, Event, History, Rates, Snapshot
+from penstock.wire.sse import Parser
+
+WALL_S = 1_800_000_000.0
+SLO = Slo(ttft_ms=1000, tpot_ms=30)
+CONFIG = GatewayConfig(
+    listen="127.0.0.1:0", admin="127.0.0.1:0", admin_token_file="", models=(ServedModel("m"),), auth="none", slo=SLO
+)
+NEWS = DeploymentNews("d", "ready", 2, {"ready": 1, "failed": 1}, events=(Event(1.0, "replica failed", "why", "1"),))
+
+
+def report(
+    n_complete: int = 0,
+    n_broken: int = 0,
+    ttft: dict[str, list[int]] | None = None,
+    tokens: tuple[int, int] | None = None,
+    **facts: Any,
+) -> WorkerReport:
+    """`ttft`: counts up to 0.5 s, up to 1 s and above, by replica."""
+    outcomes: dict[Any, float] = {
+        (("model", "m"), ("outcome", name)): n for name, n in (("complete", n_complete), ("broken", n_broken))
+    }
+    families: list[Any] = [("requests_total", outcomes)]
+    if tokens is not None:
+        kinds = zip(("prompt", "output", "cached"), (*tokens, 0), strict=True)
+        families.append(("tokens_total", {(("model", "penstock-demo"), ("kind", kind)): n for kind, n in kinds}))
+    counts: dict[Any, Any] = {(("model", "m"), ("replica", name)): (row, 0.0) for name, row in (ttft or {}).items()}
+    return WorkerReport(families, [("time_to_first_token_seconds", (0.5, 1.0), counts)], **facts)
+
+
+def moment(of: WorkerReport, at: float, rows: GatewayView | None = None, news: DeploymentNews | None = None) -> Moment:
+    return look(of, rows or view(), news, at, WALL_S + at)
+
+
+def history_of(*moments: Moment) -> LiveHistory:
+    history = LiveHistory()
+    for each in moments:
+        history.add(each.sample)
+        if history.is_row_due(each.sample.at):
+            history.add_row(each.sample, rates(each, history), SLO)
+    return history
+
+
+def test_quantiles_are_interpolated_in_their_bucket() -> None:
+    bounds = (0.5, 1.0, 2.0)
+    assert quantile(bounds, (0, 0, 0, 0), 0.5) is None
+    assert quantile(bounds, (4, 0, 0, 0), 0.5) == 0.25
+    assert quantile(bounds, (1, 1, 2, 0), 0.75) == 1.5
+    assert quantile(bounds, (1, 0, 0, 9), 0.5) == 2.0  # as Prometheus: the last bound
+
+
+def test_rates_are_of_the_last_five_seconds_and_quantiles_of_the_last_minute() -> None:
+    moments = [moment(report(10 * second, second, {"0": [second, 0, 0]}), second) for second in range(100)]
+    moments.append(moment(report(1990, 101, {"0": [99, 0, 100]}), 100.0))
+    now = rates(moments[-1], history_of(*moments))
+    assert (now.requests_per_s, now.errors_per_s) == (209.2, 1.2)  # (2091 - 1045) / 5, broken ones too
+    # 60 of a minute's 160 in the first bucket, the rest above the last bound.
+    assert (now.ttft_s_p50, now.ttft_s_p99) == (1.0, 1.0)
+
+
+def test_an_hour_of_seconds_is_kept_in_bounds() -> None:
+    history = history_of(*(moment(report(second), float(second)) for second in range(4000)))
+    assert len(history._samples) < 25
+    written = history.write(3999.0, WALL_S)
+    lengths = {len(column) for column in written.columns.values()}
+    assert lengths == {720} and set(written.columns) == set(Rates.__struct_fields__)
+    assert written.columns["requests_per_s"][-3:] == [1.0, 1.0, 1.0]
+
+
+def test_the_wall_clock_only_labels_what_is_shown() -> None:
+    moments = [moment(report(at), float(at)) for at in range(0, 30, 5)]
+    history = history_of(*moments)
+    stepped = WALL_S - 86_400
+    columns = history.write(25.0, stepped).columns
+    assert columns["at"] == [stepped - 25 + at for at in range(0, 30, 5)]
+    assert min(columns["requests_per_s"]) >= 0
+
+
+def test_counters_that_go_back_are_no_negative_rates_and_no_peaks() -> None:
+    before = moment(report(1_000_000, 5, {"0": [9, 9, 9]}), 0.0)
+    after = moment(report(999_990, 4, {"0": [8, 9, 10]}), 5.0)
+    now = rates(after, history_of(before, after))
+    assert (now.requests_per_s, now.errors_per_s) == (0.0, 0.0)
+    assert (now.ttft_s_p50, now.ttft_s_p99) == (1.0, 1.0)
+
+
+def test_tokens_come_from_engines_and_else_from_the_ledger() -> None:
+    def rows(prompt: float, output: float, cached: float = 0.0) -> GatewayView:
+        load = EngineLoad(1, 2, 0.5, prompt_tokens=prompt, output_tokens=output, cached_tokens=cached)
+        return view(told("0", load=load), told("1"))
+
+    first, last = (
+        moment(report(tokens=(0, 0)), 0.0, rows(1000, 100)),
+        moment(report(tokens=(7, 7)), 5.0, rows(1500, 200, 250)),
+    )
+    history = history_of(first, last)
+    now = rates(last, history)
+    assert (now.prompt_tokens_per_s, now.output_tokens_per_s, now.kv_use, now.engine_waiting) == (100, 20, 0.5, 2)
+    replica, other = make_snapshot(last, history, CONFIG).replicas
+    assert (replica.output_tokens_per_s, replica.cache_hits, other.output_tokens_per_s) == (20, 0.5, None)
+
+    first, last = moment(report(tokens=(10, 10)), 0.0), moment(report(tokens=(60, 20)), 5.0)
+    now = rates(last, history_of(first, last))
+    assert (now.prompt_tokens_per_s, now.output_tokens_per_s) == (10, 2)
+
+
+def test_token_rates_are_over_the_time_between_the_nodes_readings() -> None:
+    def rows(at_s: float) -> GatewayView:
+        return view(told("0", load=EngineLoad(1, prompt_tokens=100 * at_s, at_s=at_s)))
+
+    # Read every 2 s, 100 tokens a second: 5 s hold two readings, or three.
+    moments = [moment(report(), float(at), rows(50 + at // 2 * 2)) for at in range(12)]
+    for last in (10, 11):
+        assert rates(moments[last], history_of(*moments[:last])).prompt_tokens_per_s == 100
+    stuck = [moment(report(), float(at), rows(50)) for at in range(12)]
+    assert rates(stuck[-1], history_of(*stuck)).prompt_tokens_per_s is None
+    other = moment(report(), 12.0, rows(1))  # the replica is on another machine now
+    assert rates(other, history_of(*moments)).prompt_tokens_per_s is None
+
+
+def test_an_engine_that_restarted_has_a_rate_of_zero_for_a_moment() -> None:
+    def rows(prompt: float) -> GatewayView:
+        return view(told("0", load=EngineLoad(1, prompt_tokens=prompt)))
+
+    moments = [moment(report(), at, rows(n)) for at, n in ((0.0, 1e9), (5.0, 10.0), (10.0, 60.0))]
+    assert rates(moments[1], history_of(*moments[:2])).prompt_tokens_per_s == 0
+    assert rates(moments[2], history_of(*moments)).prompt_tokens_per_s == 10
+
+
+def test_attainment_is_exact_at_a_bound() -> None:
+    moments = [moment(report(ttft={"0": [n, 2 * n, n], "none": [99, 0, 0]}), 5.0 * n) for n in range(10)]
+    slo = make_snapshot(moments[-1], history_of(*moments), CONFIG).slo
+    assert (slo.ttft_ms, slo.ttft_share, slo.tpot_ms, slo.tpot_share) == (1000, 0.75, 30, None)
+
+
+def test_the_first_snapshot_has_no_rates() -> None:
+    made = make_snapshot(moment(report(5), 0.0), LiveHistory(), CONFIG)
+    assert (made.now.requests_per_s, made.now.ttft_s_p50, made.now.prompt_tokens_per_s) == (0, None, None)
+    assert (made.phase, made.now.n_desired, made.events) == (None, None, ())
+
+
+def test_a_snapshot_joins_announcements_reports_and_news() -> None:
+    gpu = GpuReading(0, "GPU-1", utilization=0.5, power_watts=300.0)
+    machine = MachineReading('node\n"1"', gpus=(gpu, msgspec.structs.replace(gpu, utilization=None)))
+    rows = view(
+        told("10", machines=(machine,), started_at=WALL_S - 100, ready_after_s=40.0),
+        told("9", "loading", reason="weights", n_restarts=3),
+    )
+    now = moment(report(in_flight_total=4, n_waiting=2), 0.0, rows, NEWS)
+    made = make_snapshot(now, LiveHistory(), CONFIG)
+    assert [row.replica for row in made.replicas] == ["9", "10"]
+    assert (made.replicas[0].reason, made.replicas[0].n_restarts, made.replicas[0].up_s) == ("weights", 3, None)
+    assert (made.replicas[1].up_s, made.replicas[1].machines) == (60.0, (machine,))
+    assert (made.now.gpu_use, made.now.power_watts) == (0.5, 600.0)
+    assert (made.now.in_flight, made.now.waiting, made.now.n_ready, made.now.n_desired) == (4, 2, 1, 2)
+    assert (made.deployment, made.phase, made.events) == ("d", "ready", NEWS.events)
+
+
+def test_numbers_that_are_none_make_valid_json_of_the_promised_types() -> None:
+    nan, inf = float("nan"), float("inf")
+    gpu = GpuReading(0, "u", utilization=nan, power_watts=inf)
+    rows = view(told("0", load=EngineLoad(nan, inf, nan, inf, nan), machines=(MachineReading("n", gpus=(gpu,)),)))
+    moments = [moment(report(), at, rows) for at in (0.0, 5.0)]
+    text = msgspec.json.encode(make_snapshot(moments[1], history_of(*moments), CONFIG))
+    made = msgspec.json.decode(text, type=Snapshot)
+    json.loads(text, parse_constant=lambda word: pytest.fail(word))
+    assert (made.now.engine_waiting, made.now.gpu_use, made.replicas[0].running) == (0, 0, 0)
+
+
+def test_a_snapshot_of_thousands_of_replicas_is_bounded_and_its_totals_are_not() -> None:
+    rows = view(*(told(f"{n}") for n in range(3000)))
+    made = make_snapshot(moment(report(), 0.0, rows), LiveHistory(), CONFIG)
+    assert len(made.replicas) == MAX_REPLICAS and made.replicas[-1].replica == f"{MAX_REPLICAS - 1}"
+    assert made.now.n_ready == 3000
+
+
+def test_news_are_metrics_and_old_ones_do_not_replace_new_ones() -> None:
+    board = NewsBoard(CONFIG)
+    assert {name for name, _ in board.families(0.0)} == {"build_info", "slo_target_seconds"}
+    board.take(DatedNews(10.0, NEWS))
+    board.take(DatedNews(9.0, msgspec.structs.replace(NEWS, desired_replicas=7)))
+    families = dict(board.families(12.5))
+    assert families["replicas_desired"] == {(): 2}
+    assert families["replicas"] == {(("state", "ready"),): 1, (("state", "failed"),): 1}
+    assert families["controller_age_seconds"] == {(): 2.5}
+    assert families["slo_target_seconds"] == {(("metric", "ttft"),): 1.0, (("metric", "tpot"),): 0.03}
+
+
+# ---- the stream ------------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Events of a stream that a client began."""
+
+    def __init__(self, client: Client) -> None:
+        self._client, self._parser, self._events = client, Parser(), list[tuple[str, Any]]()
+
+    async def next(self) -> tuple[str, Any] | None:
+        while not self._events:
+            data = await self._client.event()
+            if not isinstance(data, bytes):
+                return None  # END, or no more
+            self._events += [(event.name, json.loads(event.data)) for event in self._parser.feed(data)]
+        return self._events.pop(0)
+
+
+async def begin(rig: Rig, query: str = "") -> tuple[Reader, Client]:
+    client = await rig.client(rig.gateway.admin.port)
+    client.get(f"/dashboard/live{query}", f"Authorization: Bearer {TOKEN}\r\n")
+    head = await client.event()
+    assert (head.status, head.get(b"content-type")) == (200, b"text/event-stream")
+    return Reader(client), client
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "EVERY_S", 0.001)
+
+
+@both_loops
+@pytest.mark.usefixtures("quick")
+async def test_a_stream_begins_with_the_history_and_goes_on_with_snapshots() -> None:
+    async with Rig(deployment="d") as rig:
+        await rig.engine(echo)
+        reader, client = await begin(rig)
+        name, history = await reader.next() or ("", {})
+        assert name == "history" and msgspec.convert(history, History).period_s == 5.0
+        for _ in range(3):
+            name, made = await reader.next() or ("", {})
+            assert name == "snapshot"
+        assert [row.replica for row in msgspec.convert(made, Snapshot).replicas] == ["0"]
+        status, _ = await rig.admin("/admin/news", msgspec.to_builtins(NEWS))
+        assert status == 200
+        while made.get("phase") != "ready":
+            _, made = await reader.next() or ("", {})
+        assert made["events"][0]["text"] == "why"
+        client.writer.transport.abort()
+        while rig.gateway._live.streams:
+            await asyncio.sleep(0.001)
+
+
+@both_loops
+@pytest.mark.usefixtures("quick")
+async def test_a_gateway_that_stops_ends_its_streams_properly() -> None:
+    async with Rig(drain_s=5.0) as rig:
+        reader, _ = await begin(rig)
+        stopping = asyncio.ensure_future(rig.stop())
+        while await reader.next() is not None:
+            pass
+        async with asyncio.timeout(1.0):
+            await stopping
+
+
+@both_loops
+async def test_streams_are_bounded_and_a_snapshot_alone_is_not_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "MAX_STREAMS", 1)
+    async with Rig(deployment="d") as rig:
+        _, client = await begin(rig)
+        status, error = await rig.admin("/dashboard/live")
+        assert (status, error["error"]["code"]) == (503, "overloaded")
+        status, made = await rig.admin("/dashboard/live?once")
+        assert (status, made["deployment"]) == (200, "d")
+        client.writer.transport.abort()
+
+
+@both_loops
+@pytest.mark.usefixtures("quick")
+async def test_a_client_that_does_not_read_misses_snapshots() -> None:
+    async with Rig() as rig:
+        _, client = await begin(rig)
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        live: Any
+        (live,) = rig.gateway._live.streams
+        n_bytes = 0
+        while not live._is_paused:
+            live.send(b"x" * 65536)
+            n_bytes += 65536
+            await asyncio.sleep(0)
+        size = live._client._transport.get_write_buffer_size()
+        for _ in range(100):
+            live.send(b"x" * 65536)
+        assert live._client._transport.get_write_buffer_size() == size < n_bytes
+        client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        while live._is_paused:
+            await client.reader.read(65536)
+        client.writer.transport.abort()
+
+
+@both_loops
+async def test_news_that_cannot_be_read_are_refused() -> None:
+    async with Rig() as rig:
+        status, error = await rig.admin("/admin/news", {"deployment": "d"})
+        assert (status, error["error"]["code"]) == (400, "bad_request")
+        assert (await rig.admin("/dashboard/live?once", token="wrong"))[0] == 401
+
+
+@pytest.mark.processes
+def test_any_worker_streams_what_all_of_them_count_and_a_new_one_has_the_news(tmp_path: Path) -> None:
+    with workers(tmp_path, 2) as gateway:
+        gateway.call("news", msgspec.to_builtins(NEWS))
+        until(lambda: once(gateway.admin).phase == "ready")
+        before = set(gateway.pids)
+        os.kill(min(before), signal.SIGKILL)
+        until(lambda: len(set(gateway.pids) - before) == 1 and gateway.ready() == {1})
+        assert {once(gateway.admin).phase for _ in range(20)} == {"ready"}
+        for _ in range(40):
+            gateway.chat()
+        connection = http.client.HTTPConnection(gateway.admin.removeprefix("http://"), timeout=5)
+        connection.request("GET", "/dashboard/live", headers={"authorization": "Bearer secret"})
+        response, parser, names, rate = connection.getresponse(), Parser(), list[str](), 0.0
+        while rate < 40 / 6:  # of all workers, in the last five seconds or so
+            for event in parser.feed(response.read1(65536)):
+                names.append(event.name)
+                if event.name == "snapshot":
+                    rate = json.loads(event.data)["now"]["requests_per_s"]
+        assert names[0] == "history" and set(names[1:]) == {"snapshot"}
+        os.kill(gateway.process.pid, signal.SIGTERM)
+        until_s = time.monotonic() + 5
+        while response.read1(65536):
+            assert time.monotonic() < until_s
+        assert gateway.process.wait(5) == 0
+
+
+def once(admin: str) -> Snapshot:
+    return msgspec.convert(ask(f"{admin}/dashboard/live?once", token="secret"), Snapshot)
