@@ -39,7 +39,7 @@ def main() -> None:
             few = (
                 Image.open(io.BytesIO(picture))
                 .convert("RGB")
-                .quantize(80, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+                .quantize(220, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
             )
             few.save(FOLDER / f"dashboard-{name}.png", optimize=True)
             context.close()
