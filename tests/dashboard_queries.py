@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from penstock.observe import grafana
+from penstock.observe.boards import BOARDS
 from penstock.observe.panels import Board
 
 
@@ -18,3 +19,7 @@ def queries(board: Board) -> list[tuple[str, str]]:
     """(title, expression) of every query of the dashboard."""
     panels = grafana.dashboard(board)["panels"]
     return [(panel["title"], substituted(target["expr"])) for panel in panels for target in panel.get("targets", ())]
+
+
+def all_queries() -> list[tuple[str, str]]:
+    return [each for board in BOARDS for each in queries(board)]

@@ -18,6 +18,7 @@ from gateway_processes import begin, gateway_argv, read_until, running
 from penstock.cli import gateway as cli_gateway
 from penstock.cli import main
 from penstock.gateway.config import GatewayConfig, ServedModel
+from penstock.observe.names import renames
 from penstock.spec.gateway import Limits, QueueBounds, Upstream
 
 UPSTREAM = ["--upstream", "m=http://127.0.0.1:9"]
@@ -73,6 +74,8 @@ def test_every_argument_becomes_a_setting() -> None:
         allowed_origins=("https://a.example",),
         path_prefix="/p",
         engine_routes=("/sleep",),
+        engine_families=("vllm:", "llamacpp:"),
+        renamed={rename.old: rename.name for rename in renames()},
     )
     assert config_of(*UPSTREAM).ledger_days == 90
 

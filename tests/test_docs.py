@@ -27,7 +27,7 @@ def write_docs() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", ["cli", "spec"])
+@pytest.mark.parametrize("page", ["cli", "spec", "metrics"])
 def test_a_generated_page_is_what_the_code_says(write_docs: ModuleType, page: str) -> None:
     written = (ROOT / "docs" / "reference" / f"{page}.md").read_text("utf-8")
     assert written == getattr(write_docs, f"{page}_page")(), "run `make docs`"
@@ -80,7 +80,7 @@ access addresses admin agent amx announcer api archive arguments arrivals
 blocks board body bootstrap bundle
 calibrate calibration capacity catalog changes checks child collectives compare compiled completion config
 conformance connections cpu
-decide dense detached detect doctor driver
+dashboard decide dense detached detect doctor driver
 ending entry errors estimate event examine exchanges explain export
 facts fake fetch fields figures fit flags folder forwarding
 google grafana guard

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,8 +20,14 @@ from typing import Any
 
 import openai
 import pytest
+import yaml
+from dashboard_queries import all_queries, queries
+from prometheus_rig import Prometheus
 
 from penstock import processes
+from penstock.deployment import metrics
+from penstock.engines.vllm.names import RUNNING
+from penstock.observe.boards import OPERATIONS
 from penstock.run_folder import Run
 from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS, TEMPERATURE, DemoPrompt
 from penstock.wire.client import Chunk, Client, Reply
@@ -181,13 +188,13 @@ def _restarts(facts: dict[str, Any], part: str) -> int:
     return int(_rows(facts, part)["n_restarts"])
 
 
-# The toy model fills an answer up with blanks where a grammar allows them.
-FLAGS = {
-    "vllm": (
-        "--set",
-        """engine.args.structured-outputs-config='{"backend":"xgrammar","disable_any_whitespace":true}'""",
-    )
-}
+# The toy model fills an answer up with blanks where a grammar allows them. The rest is for the dashboards.
+SETTINGS = (
+    """engine.args.structured-outputs-config='{"backend":"xgrammar","disable_any_whitespace":true}'""",
+    "observe={prometheus: true, grafana: true}",
+    "workload={ttft_ms: 30000, tpot_ms: 10000}",
+)
+FLAGS = {"vllm": tuple(word for setting in SETTINGS for word in ("--set", setting))}
 ENGINES = [pytest.param("llamacpp", marks=pytest.mark.llamacpp), pytest.param("vllm", marks=pytest.mark.vllm)]
 
 
@@ -278,6 +285,39 @@ def test_a_load_test_measures_it(live: Live, tmp_path: Path) -> None:
         words = "--requests 4 --concurrency 2 --input-tokens 400 --output-tokens 4 --seed 7"
         again = [live.command("bench", "serve", live.name, *words.split()).stdout for _ in range(2)][1]
         assert "TTFT is that of a warm cache" in again
+
+
+# What is not there without a GPU, keys and prices, and where nothing went wrong.
+NOT_HERE = re.compile(
+    r"penstock_gpu_|DCGM_|penstock_key_|penstock_tokens_total|penstock_request_hold_|penstock_ejections_total"
+    r'|ALERTS|code=~"5'
+)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("live", ENGINES[1:], indirect=True)
+def test_every_query_of_the_dashboards_has_an_answer(live: Live) -> None:
+    """The deployment's own Prometheus reads its gateway and its engine every 5 s."""
+    prometheus = Prometheus(metrics.prometheus_url(live.run))
+    source = live.run.path / "grafana" / "provisioning" / "datasources" / "penstock.yaml"
+    assert yaml.safe_load(source.read_text("utf-8"))["datasources"][0]["url"] == prometheus.url
+    deadline = time.monotonic() + 20
+    while not (prometheus.ask(f"rate({RUNNING}[30s])") and prometheus.ask("rate(penstock_requests_total[30s]) > 0")):
+        assert "Seoul" in _seoul(live)
+        assert time.monotonic() < deadline, "no two scrapes"
+    river = next(row for row in DEMO_PROMPTS if "river" in row.prompt)
+    while not prometheus.ask("rate(penstock_time_per_output_token_seconds_count[30s]) > 0"):
+        messages = [{"role": "user", "content": river.prompt}]
+        list(live.client.stream_chat(messages, model=live.name, max_tokens=MAX_TOKENS, temperature=0))
+        assert time.monotonic() < deadline, "no stream was measured"
+        time.sleep(0.5)
+    asked = [(title, expr.replace("[5m]", "[30s]").replace("[1h:1m]", "[20s:1s]")) for title, expr in all_queries()]
+    empty = [(title, expr) for title, expr in asked if not NOT_HERE.search(expr) and not prometheus.ask(expr)]
+    assert empty == []
+    tiles = [each for each in asked[: len(queries(OPERATIONS))] if each[0] in ("Replicas", "TTFT kept", "Failed")]
+    assert [(title, prometheus.ask(expr)[0][1]) for title, expr in tiles] == [
+        *(("Replicas", 1.0), ("Replicas", 1.0), ("Failed", 0.0), ("TTFT kept", 1.0))
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Writes docs/reference/cli.md and docs/reference/spec.md from the command tree and the types of the file: `make docs`.
+"""Writes cli.md, spec.md and metrics.md in docs/reference: from the command tree, the types of the file, the table of
+metrics. `make docs` runs it.
 
 A test fails when the pages differ from what this writes.
 """
@@ -16,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.cli import main as cli
+from penstock.observe import names
 from penstock.spec import deployment, reading
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,6 +40,52 @@ value is read as YAML.
 
 The file may hold more than this version does: `penstock doctor FILE` says what it refuses.
 """
+
+_METRICS_HEAD = """
+Three addresses of the gateway, [for whom](gateway.md#monitoring): `/metrics` has the gateway's own families,
+`/metrics/engines` those of all engines, `/dashboard/live` the same facts each second as JSON. Families without a value
+are absent: those of GPUs without a GPU, those of the ledger without a store.
+"""
+_METRICS_LABELS = """
+With several workers, the gateway's values are sums over them, or what each of them knows. A counter starts at 0 with
+the gateway. Labels come from bounded sets: `model` are declared ones, `replica` announced ones (1024 pairs, then
+`other`; `none` is the gateway itself), `code` status codes, `key` names of keys (1024 series, then `other`).
+
+| label | values |
+|---|---|
+| `outcome` | complete, client_gone, broken, no_replica, queue_full, late, refused |
+| `kind` | prompt, cached (a part of prompt), output |
+| `limit` | requests, tokens, concurrency, budget |
+| `state` of `ledger_requests_total` | complete, client-cancelled, engine-failed, refused |
+
+`workload.ttft_ms` and `tpot_ms` are bounds of the buckets of `time_to_first_token_seconds` and
+`time_per_output_token_seconds`, so the share of requests that kept a promise is exact.
+"""
+
+
+def metrics_page() -> str:
+    """docs/reference/metrics.md: every family that the gateway and the engines show."""
+    parts = ["# Metrics", WRITTEN, _METRICS_HEAD.strip()]
+    titles = {"penstock": "The gateway", "vllm": "vLLM", "llamacpp": "llama.cpp"}
+    for source, title in titles.items():
+        rows = [row for row in names.rows() if row.source == source]
+        has_versions = any(row.since for row in rows)
+        own = () if source == names.GATEWAY else names.OWN_LABELS
+        cells = [
+            (f"`{row.name}`", row.kind, ", ".join(row.labels[len(own) :]), row.about)
+            + ((row.since or "",) if has_versions else ())
+            for row in rows
+        ]
+        head = ("name", "kind", "labels", "meaning", *(("since",) if has_versions else ()))
+        parts += [f"## {title}", _METRICS_LABELS.strip() if not own else _also(own), _table(head, cells)]
+    renames = [(f"`{rename.old}`", f"`{rename.name}`") for rename in names.renames()]
+    text = "`/metrics/engines` shows these names of older versions as the present ones, so that a dashboard suits all."
+    return "\n\n".join((*parts, "## Old names", text, _table(("old", "present"), renames))) + "\n"
+
+
+def _also(labels: Sequence[str]) -> str:
+    quoted = [f"`{label}`" for label in labels]
+    return f"In `/metrics/engines` each has the labels {', '.join(quoted[:-1])} and {quoted[-1]} in addition."
 
 
 def cli_page() -> str:
@@ -193,7 +241,7 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def main() -> None:
-    for name, text in (("cli.md", cli_page()), ("spec.md", spec_page())):
+    for name, text in (("cli.md", cli_page()), ("spec.md", spec_page()), ("metrics.md", metrics_page())):
         (ROOT / "docs" / "reference" / name).write_text(text, "utf-8")
         print(f"docs/reference/{name}: {len(text.splitlines())} lines")
 

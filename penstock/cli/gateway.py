@@ -148,6 +148,7 @@ def admin_folder() -> Iterator[Path]:
 def make_config(options: argparse.Namespace, folder: Path) -> GatewayConfig:
     """The checked config. Raises UserError. `folder` holds the admin socket when no admin address is given."""
     from penstock.gateway.config import GatewayConfig, check, is_local_address, parse_address
+    from penstock.observe import names
     from penstock.spec.gateway import Limits, QueueBounds
 
     if options.auth == "none" and parse_address(options.listen) and not is_local_address(options.listen):
@@ -183,6 +184,8 @@ def make_config(options: argparse.Namespace, folder: Path) -> GatewayConfig:
         "queue": QueueBounds(**bounds["queue"]),
         "allowed_origins": tuple(options.allowed_origins),
         "engine_routes": tuple(options.engine_routes),
+        "engine_families": names.prefixes(),
+        "renamed": {rename.old: rename.name for rename in names.renames()},
     }
     config = GatewayConfig(**settings)
     check(config, "these arguments of `penstock gateway`")

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.gateway.config import GatewayConfig, ServedModel, Slo
+from penstock.observe import names as metrics
 from penstock.planner import Plan
 from penstock.run_folder import Run
 from penstock.spec.deployment import Deployment, store_file
@@ -44,6 +45,8 @@ def make(run: Run, deployment: Deployment, plan: Plan, addresses: Addresses, eng
         deployment=deployment.name,
         slo=Slo(deployment.workload.ttft_ms, deployment.workload.tpot_ms),
         gpu_hour_usd=deployment.hardware.price_per_gpu_hour,
+        engine_families=metrics.prefixes(),
+        renamed={rename.old: rename.name for rename in metrics.renames()},
         gpus_per_replica=plan.layout.n_ranks if plan.device == "cuda" else 0,
     )
 

@@ -10,7 +10,7 @@ import msgspec
 from penstock.deployment.observe import gateways
 from penstock.errors import PenstockError
 from penstock.run_folder import Run
-from penstock.wire.client import Client, HttpError
+from penstock.wire.client import Client
 from penstock.wire.gateways import ask_each
 from penstock.wire.live import N_SLOW, History, Rates, ReplicaLive, Snapshot
 
@@ -30,8 +30,8 @@ def snapshot(run: Run) -> Snapshot:
     try:
         answers = ask_each(gateways(run), _get_once)
         return joined([msgspec.convert(answer, Snapshot) for answer in answers])
-    except (PenstockError, msgspec.ValidationError) as exc:
-        raise _unreachable(run, exc) from exc
+    except (PenstockError, msgspec.MsgspecError) as exc:
+        raise _explain(run, exc) from exc
 
 
 def follow(run: Run, sleep: Callable[[float], None] = time.sleep) -> Iterator[History | Snapshot]:
@@ -47,7 +47,7 @@ def follow(run: Run, sleep: Callable[[float], None] = time.sleep) -> Iterator[Hi
                 has_begun = True
         except (PenstockError, msgspec.MsgspecError) as exc:
             if not has_begun:
-                raise _unreachable(run, exc) from exc
+                raise _explain(run, exc) from exc
         sleep(_AGAIN_S)  # a gateway that stops ends its streams: another one takes its place
 
 
@@ -75,13 +75,16 @@ def _get_once(gateway: Client) -> object:
     return gateway.get_json(f"{_PATH}?once")
 
 
-def _unreachable(run: Run, exc: Exception) -> PenstockError:
-    if isinstance(exc, HttpError) or not isinstance(exc, PenstockError):
-        hint = "It may be of another version than this penstock."
-    else:
-        hint = f"What is known of it: penstock status {run.name}"
+def _explain(run: Run, exc: Exception) -> PenstockError:
+    if isinstance(exc, msgspec.MsgspecError):
+        return PenstockError(
+            f'cannot read what the gateway of "{run.name}" shows: it is of another version', detail=str(exc)
+        )
     return PenstockError(
-        f'no gateway of "{run.name}" shows its readings', detail=str(exc), hint=hint, is_retryable=True
+        f'no gateway of "{run.name}" answers',
+        detail=str(exc),
+        hint=f"See what it does: penstock status {run.name}",
+        is_retryable=True,
     )
 
 

@@ -55,7 +55,8 @@ class GatewayConfig(GatewaySettings, frozen=True, forbid_unknown_fields=True, kw
     `store`: a file or a postgresql:// URL. `ledger_days`: days that a request keeps its row. `prices`: by model.
     `engines_need_key`: engines ask for the key that nodes and gateway derive from the admin token. `deployment`: its
     name, in labels and on the page. `slo`: the promised latencies. `gpu_hour_usd`: the price of one GPU for an hour,
-    `gpus_per_replica` how many a replica has.
+    `gpus_per_replica` how many a replica has. `engine_families`: how the names of engines' metrics begin; `renamed`:
+    their old names -> the present ones.
     """
 
     listen: str
@@ -71,6 +72,8 @@ class GatewayConfig(GatewaySettings, frozen=True, forbid_unknown_fields=True, kw
     slo: Slo = Slo()
     gpu_hour_usd: float | None = None
     gpus_per_replica: int = 0
+    engine_families: tuple[str, ...] = ()
+    renamed: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 def load_config(path: Path) -> GatewayConfig:

@@ -238,11 +238,11 @@ def _write_histograms(
 
 
 def _write_sample(name: str, labels: Labels, value: float) -> str:
-    pairs = ",".join(f'{key}="{_escape(text)}"' for key, text in labels)
+    pairs = ",".join(f'{key}="{escape_label(text)}"' for key, text in labels)
     # Compiled, an int that is passed as a float becomes one; a count stays a count to its reader.
     number = int(value) if value == int(value) else value
     return f"{PREFIX}{name}{{{pairs}}} {number}\n" if pairs else f"{PREFIX}{name} {number}\n"
 
 
-def _escape(text: str) -> str:
+def escape_label(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -10,6 +10,7 @@ from typing import Final
 from penstock.gateway.accounting.entry import Accounting
 from penstock.gateway.accounting.keys import credential, has_token
 from penstock.gateway.connections.client import ClientConnection
+from penstock.gateway.engine_metrics import EngineMetrics
 from penstock.gateway.live.page import page_answer
 from penstock.gateway.live.stream import LiveFeed
 from penstock.gateway.request import Request
@@ -25,9 +26,12 @@ METHODS: Final = (b"GET", b"HEAD")
 
 
 class Monitoring:
-    def __init__(self, accounting: Accounting, reporter: Reporter, live: LiveFeed, token: str) -> None:
+    def __init__(
+        self, accounting: Accounting, reporter: Reporter, engines: EngineMetrics, live: LiveFeed, token: str
+    ) -> None:
         self._accounting = accounting
         self._reporter = reporter
+        self._engines = engines
         self._live = live
         self._tokens = (token, scrape_key(engine_key(token)))
 
@@ -53,6 +57,9 @@ class Monitoring:
             return page_answer(request.head.get(b"if-none-match"))
         if path == b"/metrics":
             return self._reporter.respond(client, metrics_answer)
+        if path == b"/metrics/engines":
+            self._engines.respond(request, client)
+            return None
         if path == b"/dashboard/live":
             return self._live.handle(request, client)
         return error_answer(404, f"there is nothing at {path.decode('latin-1')!r}", "not_found")

@@ -30,6 +30,7 @@ from penstock.gateway.connections.listener import (
     raise_file_limit,
 )
 from penstock.gateway.context import GatewayContext
+from penstock.gateway.engine_metrics import EngineMetrics
 from penstock.gateway.live.news import NewsBoard
 from penstock.gateway.live.stream import LiveFeed
 from penstock.gateway.metrics import Counters
@@ -124,7 +125,8 @@ class Gateway:
         self._live = LiveFeed(config, self._reporter)
         # Without an admin address of its own nobody may call: a token that nobody knows.
         token = token or secrets.token_hex(16)
-        monitoring = Monitoring(self.accounting, self._reporter, self._live, token)
+        self._engine_metrics = EngineMetrics(config, replicas, pool)
+        monitoring = Monitoring(self.accounting, self._reporter, self._engine_metrics, self._live, token)
         self._api = AdminApi(self._context, self.accounting, self._reporter, monitoring, token)
         if slot is not None:
             for path, body in slot.calls:
@@ -170,6 +172,7 @@ class Gateway:
         await self.admin.drain(0.0)
         self._static_upstreams.stop()
         self._lapsed_probes.stop()
+        self._engine_metrics.stop()
         if self._lease_timer is not None:
             self._lease_timer.cancel()
         self._context.pool.close()

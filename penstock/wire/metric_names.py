@@ -40,6 +40,10 @@ METRICS: dict[str, Metric] = {
     "retries_total": Metric("counter", "Requests sent to an engine again.", _MODEL),
     "ejections_total": Metric("counter", "Replicas left out after failures.", ("replica",)),
     "connect_failures_total": Metric("counter", "Connections an engine refused."),
+    "engine_scrape_up": Metric(
+        "gauge", "Whether the engine's page is in /metrics/engines.", ("replica",), joined="each"
+    ),
+    "engine_scrape_seconds": Metric("gauge", "How long that page took.", ("replica",), "seconds", joined="each"),
     # Keys, quotas and the ledger.
     "unknown_keys_total": Metric("counter", "Requests without a valid key."),
     "quota_refusals_total": Metric("counter", "Requests over a limit of their key.", ("limit",)),

@@ -6,6 +6,7 @@ Values are summed over labels, so over the engines of one page; `kv_use` of seve
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -75,8 +76,9 @@ def power_watts(rows: Sequence[Row]) -> float | None:
     joules = [row.values["energy_joules"] or 0.0 for row in of_one]
     if len({row.values["gpus"] for row in of_one}) != 1 or joules != sorted(joules):
         return None
-    seconds = of_one[-1].time_s - of_one[0].time_s
-    return (joules[-1] - joules[0]) / seconds if seconds >= _LEAST_S else None
+    times = [row.time_s for row in of_one]
+    # All rows, since each alone may be a second older than the next.
+    return statistics.linear_regression(times, joules).slope if times[-1] - times[0] >= _LEAST_S else None
 
 
 def hit_rate(summary: Mapping[str, Mapping[str, float | str | None]]) -> float | None:

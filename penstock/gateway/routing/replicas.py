@@ -191,6 +191,9 @@ class ReplicaTable:
     def find(self, name: str) -> Replica | None:
         return self._replicas.get(name)
 
+    def all(self) -> list[Replica]:
+        return list(self._replicas.values())
+
     def drain(self, name: str) -> int:
         """No new requests for this replica, now and after later announcements; returns those in flight."""
         self._draining.add(name)
