@@ -205,6 +205,10 @@ def test_news_are_metrics_and_old_ones_do_not_replace_new_ones() -> None:
     assert {name for name, _ in board.families(0.0)} == {"build_info", "slo_target_seconds"}
     board.take(DatedNews(10.0, NEWS))
     board.take(DatedNews(9.0, msgspec.structs.replace(NEWS, desired_replicas=7)))
+    assert board.read(70.0) == NEWS
+    silent = board.read(131.0)
+    assert silent is not None and silent.reason is not None
+    assert silent.reason.startswith("the controller has not reported for 2m01s")
     families = dict(board.families(12.5))
     assert families["replicas_desired"] == {(): 2}
     assert families["replicas"] == {(("state", "ready"),): 1, (("state", "failed"),): 1}

@@ -70,7 +70,7 @@ def take_sample(
         n_errors=sum(n for outcome, n in outcomes if outcome in _ERRORS),
         engines={name: _totals(load) for name, load in loads.items() if load is not None},
         ledger={model: (tokens.get((model, "prompt"), 0.0), tokens.get((model, "output"), 0.0)) for model, _ in tokens},
-        ttft=_buckets(histograms, "time_to_first_token_seconds", "time_to_first_byte_seconds"),
+        ttft=_buckets(histograms, "time_to_first_token_seconds"),
         itl=_buckets(histograms, "chunk_gap_seconds"),
         tpot=_buckets(histograms, "time_per_output_token_seconds"),
     )
@@ -80,19 +80,16 @@ def _totals(load: EngineLoad) -> EngineTokens:
     return EngineTokens(*map(finite, (load.prompt_tokens, load.output_tokens, load.cached_tokens, load.at_s)))
 
 
-def _buckets(histograms: Mapping[str, Distribution], *names: str) -> Buckets:
-    """The first of the histograms that there is, its models added up."""
-    for name in names:
-        if name in histograms:
-            _, bounds, samples = histograms[name]
-            counts: dict[str, list[int]] = {}
-            for labels, (row, _) in samples.items():
-                replica = dict(labels)["replica"]
-                if replica != NO_REPLICA:
-                    # A list of our own: the counters' grows on.
-                    counts[replica] = list(map(operator.add, counts[replica], row)) if replica in counts else [*row]
-            return Buckets(bounds, counts, list(map(sum, zip(*counts.values(), strict=True))))
-    return Buckets((), {}, [])
+def _buckets(histograms: Mapping[str, Distribution], name: str) -> Buckets:
+    """A histogram whose models are added up; empty where there is none of that name."""
+    _, bounds, samples = histograms.get(name, (name, (), {}))
+    counts: dict[str, list[int]] = {}
+    for labels, (row, _) in samples.items():
+        replica = dict(labels)["replica"]
+        if replica != NO_REPLICA:
+            # A list of our own: the counters' grows on.
+            counts[replica] = list(map(operator.add, counts[replica], row)) if replica in counts else [*row]
+    return Buckets(bounds, counts, list(map(sum, zip(*counts.values(), strict=True))))
 
 
 def finite(value: float) -> float:

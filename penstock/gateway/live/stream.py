@@ -116,7 +116,8 @@ class LiveFeed:
             await asyncio.sleep(EVERY_S)
 
     def _look(self, report: WorkerReport) -> Moment:
-        return look(report, self._reporter.view(report), self._reporter.news.news, time.monotonic(), time.time())
+        now = time.monotonic()
+        return look(report, self._reporter.view(report), self._reporter.news.read(now), now, time.time())
 
     def _snapshot(self, moment: Moment) -> Snapshot:
         return make_snapshot(moment, self._history, self._config)
