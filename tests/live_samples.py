@@ -142,15 +142,16 @@ def _loading(at: float, host: int) -> ReplicaLive:
 
 
 _EVENTS = (
-    Event(AT - 9000, "up", "asked for 3 replicas", who="ann@login1"),
-    Event(AT - 8700, "ready", "replica 0 is ready", "0", None, {"weights": 61.0, "compile": 38.2, "warm up": 9.4}),
-    Event(AT - 8690, "ready", "replica 1 is ready", "1", None, {"weights": 64.0, "compile": 38.9, "warm up": 9.1}),
-    Event(AT - 5200, "restart", "replica 1: the engine died: CUDA error 700", "1"),
-    Event(AT - 5090, "ready", "replica 1 is ready", "1", None, {"weights": 58.5, "compile": 4.2, "warm up": 9.0}),
-    Event(AT - 2400, "key", 'created key "batch"', who="ann@login1"),
-    Event(AT - 700, "scale", "from 3 to 4 replicas: 61 requests waited for 30 s", who="autoscaler"),
-    Event(AT - 420, "failed", "replica 3: the engine died: CUDA out of memory", "3"),
-    Event(AT - 400, "restart", "replica 3 starts again, for the second time", "3"),
+    Event(AT - 9000, "up", "Qwen/Qwen3-235B-A22B on target slurm", who="ann@login1"),
+    Event(AT - 8700, "replica ready", "ready after 1m49s", "0", None, {"weights": 61.0, "compile": 38.2}),
+    Event(AT - 8690, "replica ready", "ready after 1m52s", "1", None, {"weights": 64.0, "compile": 38.9}),
+    Event(AT - 8689, "phase", "starting -> ready"),
+    Event(AT - 5200, "engine restarted", "CUDA error 700: an illegal memory access", "1"),
+    Event(AT - 5090, "replica ready", "ready after 1m12s", "1", None, {"weights": 58.5, "compile": 4.2}),
+    Event(AT - 2400, "key created", '"batch"', who="ann@login1"),
+    Event(AT - 700, "scale", "3 -> 4 replicas", who="ann@login1"),
+    Event(AT - 699, "phase", "ready -> degraded"),
+    Event(AT - 400, "engine restarted", "the engine died: CUDA out of memory", "3"),
 )
 _SLOW = (
     (24.8, 9.1, 0.0012, 0.9, 14.8, "broken", 502, "batch"),

@@ -48,15 +48,24 @@ class Prometheus:
 
 
 @contextlib.contextmanager
-def prometheus(folder: Path, scrape_configs: list[dict[str, Any]]) -> Iterator[Prometheus]:
+def prometheus(
+    folder: Path, scrape_configs: list[dict[str, Any]], alerts: dict[str, str] | None = None
+) -> Iterator[Prometheus]:
+    """`alerts`: expressions by name."""
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("prometheus is not installed")
     folder.mkdir(parents=True, exist_ok=True)
     (port,) = network.free_lasting_ports(1)
-    seconds = {"scrape_interval": "500ms", "scrape_timeout": "500ms"}
+    rules = [{"alert": name, "expr": expr} for name, expr in (alerts or {}).items()]
+    (folder / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "alerts", "rules": rules}]}))
     config = folder / "prometheus.yml"
-    config.write_text(yaml.safe_dump({"global": seconds, "scrape_configs": scrape_configs}))
+    facts = {
+        "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"},
+        "rule_files": [str(folder / "rules.yml")],
+        "scrape_configs": scrape_configs,
+    }
+    config.write_text(yaml.safe_dump(facts))
     argv = [program, f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}", "--log.level=warn"]
     with (folder / "log").open("wb") as log:
         child = subprocess.Popen([*argv, f"--web.listen-address=127.0.0.1:{port}"], stderr=log, stdout=log)

@@ -22,7 +22,7 @@ HOSTILE = 'a"b\\{c="d"}'
 # What queries ask of labels by name; all others are "x".
 VALUES = {
     "outcome": ("complete", "broken"), "code": ("200", "503"), "kind": ("prompt", "output"), "metric": ("ttft", "tpot"),
-    "replica": ("0", "1"), "state": ("ready",), "clock": ("sm",), "node": ("n1",), "gpu": ("0",), "key": (HOSTILE,),
+    "replica": ("0", "1"), "state": ("ready",), "clock": ("sm",), "node": ("n1",), "gpu": ("0",), "model": (HOSTILE,),
 }  # fmt: skip
 OF_GPUS = [row.name for row in rows() if "uuid" in row.labels]
 BOUNDS = ("0.1", "1.0", "+Inf")
@@ -90,10 +90,11 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
         }
         for name, path, addresses in (("made", "/gpus", [first, second]), ("exporter", "/exporter", [third]))
     ]
-    with prometheus(tmp_path_factory.mktemp("prometheus"), jobs) as running:
+    alerts = {"PenstockMade": "max by (deployment) (penstock_replicas_ready) > 0"}
+    with prometheus(tmp_path_factory.mktemp("prometheus"), jobs, alerts) as running:
         running.wait('rate(penstock_requests_total{deployment="exporter"}[10s])')
         running.wait('rate(penstock_requests_total{deployment="made"}[10s])')
-        time.sleep(1.0)
+        running.wait("count(ALERTS) > 1")
         yield running
     for server in servers:
         server.shutdown()
@@ -119,8 +120,15 @@ def test_every_query_has_data(filled: Prometheus, board: Board, deployment: str)
 
 def test_values_are_those_of_the_pages(filled: Prometheus) -> None:
     """Two gateways know of one replica; half of the requests fail, and half keep the promise of one second."""
-    tiles = [query for query in queries(OPERATIONS) if query[0] in ("Replicas", "Failed", "TTFT kept", "GPU use")]
-    values = [filled.ask(asked(expr, "made"))[0][1] for _, expr in tiles]
-    assert values == pytest.approx([1.0, 1.0, 0.5, 0.5, 1.0], rel=0.01)
-    keys = filled.ask("sum by (key) (penstock_key_tokens_total)")
-    assert [labels["key"] for labels, _ in keys] == [HOSTILE]
+    values = {title: filled.ask(asked(expr, "made"))[0][1] for title, expr in reversed(queries(OPERATIONS))}
+    expected = {
+        "Firing alerts": 1.0,
+        "Replicas": 1.0,
+        "Targets down": 0.0,
+        "Failed": 0.5,
+        "TTFT kept": 0.5,
+        "GPU use": 1.0,
+    }
+    assert {title: values[title] for title in expected} == pytest.approx(expected, rel=0.01)
+    models = filled.ask('sum by (model) (penstock_requests_total{deployment="made"})')
+    assert [labels["model"] for labels, _ in models] == [HOSTILE]

@@ -17,7 +17,7 @@ from penstock.wire.announcement import Restart
 from penstock.wire.live import Event
 
 Shell = Callable[..., tuple[int, str, str]]
-STAGES = {"imports": 6.0, "weights": 20.4, "first token": 0.5}
+STAGES = {"imports": 6.0, "weights": 20.4, "first token": 0.5, "files": 0.01}
 
 
 @pytest.fixture

@@ -132,6 +132,20 @@ def test_tokens_come_from_engines_and_else_from_the_ledger() -> None:
     assert (now.prompt_tokens_per_s, now.output_tokens_per_s) == (10, 2)
 
 
+def test_token_rates_are_over_the_time_between_the_nodes_readings() -> None:
+    def rows(at_s: float) -> GatewayView:
+        return view(told("0", load=EngineLoad(1, prompt_tokens=100 * at_s, at_s=at_s)))
+
+    # Read every 2 s, 100 tokens a second: 5 s hold two readings, or three.
+    moments = [moment(report(), float(at), rows(50 + at // 2 * 2)) for at in range(12)]
+    for last in (10, 11):
+        assert rates(moments[last], history_of(*moments[:last])).prompt_tokens_per_s == 100
+    stuck = [moment(report(), float(at), rows(50)) for at in range(12)]
+    assert rates(stuck[-1], history_of(*stuck)).prompt_tokens_per_s is None
+    other = moment(report(), 12.0, rows(1))  # the replica is on another machine now
+    assert rates(other, history_of(*moments)).prompt_tokens_per_s is None
+
+
 def test_an_engine_that_restarted_has_a_rate_of_zero_for_a_moment() -> None:
     def rows(prompt: float) -> GatewayView:
         return view(told("0", load=EngineLoad(1, prompt_tokens=prompt)))
@@ -193,6 +207,10 @@ def test_news_are_metrics_and_old_ones_do_not_replace_new_ones() -> None:
     assert {name for name, _ in board.families(0.0)} == {"build_info", "slo_target_seconds"}
     board.take(DatedNews(10.0, NEWS))
     board.take(DatedNews(9.0, msgspec.structs.replace(NEWS, desired_replicas=7)))
+    assert board.read(70.0) == NEWS
+    silent = board.read(131.0)
+    assert silent is not None and silent.reason is not None
+    assert silent.reason.startswith("the controller has not reported for 2m01s")
     families = dict(board.families(12.5))
     assert families["replicas_desired"] == {(): 2}
     assert families["replicas"] == {(("state", "ready"),): 1, (("state", "failed"),): 1}

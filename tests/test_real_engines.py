@@ -20,6 +20,7 @@ from typing import Any
 
 import openai
 import pytest
+import yaml
 from dashboard_queries import all_queries, queries
 from prometheus_rig import Prometheus
 
@@ -190,9 +191,8 @@ def _restarts(facts: dict[str, Any], part: str) -> int:
 # The toy model fills an answer up with blanks where a grammar allows them. The rest is for the dashboards.
 SETTINGS = (
     """engine.args.structured-outputs-config='{"backend":"xgrammar","disable_any_whitespace":true}'""",
-    "observe.prometheus=true",
-    "workload.ttft_ms=2000",
-    "workload.tpot_ms=250",
+    "observe={prometheus: true, grafana: true}",
+    "workload={ttft_ms: 30000, tpot_ms: 10000}",
 )
 FLAGS = {"vllm": tuple(word for setting in SETTINGS for word in ("--set", setting))}
 ENGINES = [pytest.param("llamacpp", marks=pytest.mark.llamacpp), pytest.param("vllm", marks=pytest.mark.vllm)]
@@ -299,6 +299,8 @@ NOT_HERE = re.compile(
 def test_every_query_of_the_dashboards_has_an_answer(live: Live) -> None:
     """The deployment's own Prometheus reads its gateway and its engine every 5 s."""
     prometheus = Prometheus(metrics.prometheus_url(live.run))
+    source = live.run.path / "grafana" / "provisioning" / "datasources" / "penstock.yaml"
+    assert yaml.safe_load(source.read_text("utf-8"))["datasources"][0]["url"] == prometheus.url
     deadline = time.monotonic() + 20
     while not (prometheus.ask(f"rate({RUNNING}[30s])") and prometheus.ask("rate(penstock_requests_total[30s]) > 0")):
         assert "Seoul" in _seoul(live)

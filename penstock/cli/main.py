@@ -49,9 +49,11 @@ VERBS = {
     "keys": Verb("create, list, rotate and revoke the API keys of a gateway", "keys:register_keys"),
     "usage": Verb("show the usage of each key and model, and its cost", "keys:register_usage"),
     "top": Verb("watch deployments in the terminal: replicas, load, speed, GPUs, events", "top:register"),
+    "dashboard": Verb("open the live page of a deployment in the browser", "dashboard:register"),
     "events": Verb(
         "list what happened to a deployment: starts, restarts, drains, and who changed it", "events:register"
     ),
+    "requests": Verb("list the slowest requests and where their time went, or the newest", "requests:register"),
     "metrics": Verb("ask a deployment's Prometheus, list alerts, or print its pages of metrics", "metrics:register"),
     "scale": Verb("change the number of replicas; removed replicas finish their requests", "lifecycle:register_scale"),
     "down": Verb("end a deployment; requests in flight finish first", "lifecycle:register_down"),

@@ -153,7 +153,7 @@ class _Watcher:
                     if self._stop.is_set():
                         return
             except PenstockError as exc:
-                note = exc.message
+                note = f"{exc.message}: below is what `status` knows"
             with contextlib.suppress(PenstockError, OSError):
                 self._keep(None, note)
             self._stop.wait(_RETRY_S)
@@ -178,7 +178,7 @@ class _Watcher:
         silent_s = time.monotonic() - self._kept_at
         if self.watched is None or self.watched.note is not None or silent_s < _SILENT_S:
             return self.watched
-        return msgspec.structs.replace(self.watched, note=f"nothing was heard of it for {silent_s:.0f} s")
+        return msgspec.structs.replace(self.watched, note=f"nothing was heard of its gateway for {silent_s:.0f} s")
 
 
 class _Log:

@@ -50,6 +50,7 @@ _LANDING: Final = b"""<!doctype html>
 <ul>
 <li><a href="v1/models">v1/models</a>: the models and whether they are ready
 <li><code>POST v1/chat/completions</code>: ask one
+<li><a href="dashboard">dashboard</a>: the deployment live
 <li><a href="health">health</a>, <a href="version">version</a>, <a href="load">load</a>, <a href="metrics">metrics</a>
 </ul>
 """

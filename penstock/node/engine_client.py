@@ -122,6 +122,7 @@ class EngineClient:
             prompt_tokens=sum(samples.get(name, 0.0) for name in names.prompt_tokens),
             output_tokens=samples.get(names.output_tokens or "", 0.0),
             cached_tokens=samples.get(names.cached_tokens or "", 0.0),
+            at_s=round(now_s, 3),
         )
         return self._stall.observe(running, sum(samples.get(name, 0.0) for name in names.iterations), now_s)
 

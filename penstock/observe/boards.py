@@ -91,9 +91,9 @@ _TILES = (
     ),
     _stat(
         "Targets down",
-        "Addresses that Prometheus cannot read: their series are missing, not zero.",
+        "Gateways, engines and exporters that cannot be read: their series are missing, not zero.",
         "",
-        "count(up == 0) or vector(0)",
+        "(count(up == 0) or vector(0)) + (count(penstock_engine_scrape_up == 0) or vector(0))",
         ((None, "green"), (1, "red")),
     ),
     _stat(
@@ -470,4 +470,55 @@ STATUS = Board(
     (("Now", _NOW), ("History", _HISTORY)),
 )
 
-BOARDS = (OPERATIONS, INSTANCES, STATUS)
+_JOULES = f"{_ENERGY} / ({_OUT} > 0)"
+
+_COST = (
+    _stat("Energy per token", "GPUs' energy per output token, prompts included.", "J", _JOULES, width=4),
+    _stat("Power", "That all GPUs draw.", "W", _POWER, width=4),
+    Panel("Energy per token", "Joules per output token.", "J", "graph", (Query(_JOULES, "energy"),)),
+)
+
+_USE = (
+    Panel(
+        "Tokens by model", "Tokens per second in the ledger; cached ones are prompt tokens too.", "tokens/s", "stack",
+        (Query(rate("penstock_tokens_total", "model, kind"), "{{model}} {{kind}}"),), (), 12,
+    ),
+)  # fmt: skip
+
+_HEADROOM = (
+    Panel(
+        "Free KV cache", "Of the fullest replica, now and its least in an hour. None left: requests wait.",
+        "share", "graph",
+        (
+            Query(f"1 - max({_KV})", "now"),
+            Query(f"1 - max(max_over_time({_KV}[1h]))", "least in an hour"),
+        ),
+    ),
+    Panel(
+        "Requests per replica", "Running and waiting, by ready replica: what decides about another one.", "", "graph",
+        (
+            Query(f"sum{_RUNNING} / ({_READY} > 0)", "running"),
+            Query(f"(sum{_QUEUED} + sum(penstock_requests_waiting)) / ({_READY} > 0)", "waiting"),
+        ),
+        high(10, 50),
+    ),
+    Panel(
+        "Free GPU memory", "Of all GPUs; engines take what they are given at their start.", "bytes", "graph",
+        (
+            Query(
+                f"sum({once('penstock_gpu_memory_total_bytes')}) - sum({once('penstock_gpu_memory_used_bytes')})"
+                " or sum(DCGM_FI_DEV_FB_FREE) * 2 ^ 20",
+                "free",
+            ),
+        ),
+    ),
+)  # fmt: skip
+
+CAPACITY = Board(
+    "capacity",
+    "penstock: capacity and cost",
+    "What it costs, who uses it, and how much room is left.",
+    (("Cost", _COST), ("Use", _USE), ("Headroom", _HEADROOM)),
+)
+
+BOARDS = (OPERATIONS, INSTANCES, STATUS, CAPACITY)

@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.observe.boards import BOARDS
 from penstock.observe.panels import RATE, Board, Kind, Panel, Query, select
+from penstock.observe.prometheus import INTERVAL_S
 
 Json = dict[str, Any]
 
@@ -53,7 +54,8 @@ def provisioning(url: str, folder: Path) -> dict[str, str]:
     """
     import yaml
 
-    source = {"name": "penstock", "uid": "penstock", "type": "prometheus", "access": "proxy", "url": url}
+    source: Json = {"name": "penstock", "uid": "penstock", "type": "prometheus", "access": "proxy", "url": url}
+    source |= {"jsonData": {"timeInterval": f"{INTERVAL_S}s"}}  # the least range of a rate is four of it
     provider = {
         "name": "penstock",
         "folder": "penstock",

@@ -101,11 +101,11 @@ def quantiles(name: str) -> tuple[Query, ...]:
 
 
 def attained(promise: str, name: str) -> str:
-    """The share of requests within the target, which is a bucket's bound. The bound has its decimal point."""
+    """The share of requests within the target, which is a bucket's bound; "2" and "2.0" are both in use for one."""
     target = f'count_values by (deployment) ("le", penstock_slo_target_seconds{{metric="{promise}"}})'
-    bound = f'label_replace({target}, "le", "$1.0", "le", "([0-9]+)")'
-    good = f"sum(sum by (deployment, le) (rate({name}_bucket[{RATE}])) and on (deployment, le) {bound})"
-    return f"{good} / ({rate(f'{name}_count')} > 0)"
+    buckets = f"sum by (deployment, le) (rate({name}_bucket[{RATE}]))"
+    sides = (f'label_replace({side}, "le", "$1.0", "le", "([0-9]+)")' for side in (buckets, target))
+    return f"sum({' and on (deployment, le) '.join(sides)}) / ({rate(f'{name}_count')} > 0)"
 
 
 def select(expr: str, matchers: dict[str, str]) -> str:

@@ -21,7 +21,7 @@ INSTALL = "Debian and Ubuntu: apt-get install prometheus"
 CONFIG, RULES, TARGETS, DCGM_TARGETS = "prometheus.yml", "rules.yml", "targets.json", "dcgm.json"
 SCRAPE_KEY, DATA = "scrape-key", "data"
 
-_INTERVAL_S = 5
+INTERVAL_S = 5
 # What one scrape may bring: a replica that writes 100 MB, or a label for each request, costs its own series only.
 _BODY, _SAMPLES, _LABELS, _LABEL_CHARS = "64MB", 500_000, 64, 4096
 
@@ -41,7 +41,7 @@ def config(deployment: Deployment, folder: Path, source: Source) -> str:
     import yaml
 
     facts: dict[str, Any] = {
-        "global": {"scrape_interval": f"{_INTERVAL_S}s", "scrape_timeout": f"{_INTERVAL_S}s"},
+        "global": {"scrape_interval": f"{INTERVAL_S}s", "scrape_timeout": f"{INTERVAL_S}s"},
         "rule_files": [str(folder / RULES)],
         "scrape_configs": [
             _job("penstock", "/metrics", folder, source),

@@ -53,7 +53,8 @@ class GatewayAddress(msgspec.Struct, frozen=True):
 
 class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the engine counts itself: requests running and waiting, the part of its KV cache in use (0 to 1), and since
-    it started the tokens of prompts and answers, and how many of the former its cache had."""
+    it started the tokens of prompts and answers, and how many of the former its cache had. `at_s`: when it was asked,
+    in seconds of the node's monotonic clock."""
 
     running: float
     waiting: float = 0.0
@@ -61,6 +62,7 @@ class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: float = 0.0
     output_tokens: float = 0.0
     cached_tokens: float = 0.0
+    at_s: float = 0.0
 
 
 class GpuReading(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -90,13 +90,19 @@ const showMoment = orNone((at) => {
 const TONES = new Map([
   ["ready", "good"], ["starting", "busy"], ["loading", "busy"], ["warming", "busy"], ["queued", "busy"],
   ["stalled", "warn"], ["restarting", "warn"], ["degraded", "warn"], ["stopping", "quiet"], ["down", "quiet"],
-  ["failed", "bad"], ["gone", "bad"],
+  ["failed", "bad"], ["silent", "bad"],
 ]);
+// Of events, by their kind and text.
 const EVENT_TONES = [[/fail|died|lost|gone|xid|error|stalled/i, "bad"], [/ready|done|up$/i, "good"], [/restart|eject|drain|degraded/i, "warn"]];
 
 function setChip(node, word, tone) {
   setText(node, word);
   setAttribute(node, "class", `chip ${tone ?? TONES.get(word) ?? "quiet"}`);
+}
+
+function eventTone({ event, text }) {
+  if (event === "phase") return TONES.get(text.split(" ").pop()) ?? "quiet"; // "starting -> ready"
+  return EVENT_TONES.find(([words]) => words.test(`${event} ${text}`))?.[1] ?? "quiet";
 }
 
 function shareTone(value) {

@@ -34,14 +34,23 @@ class Buckets(NamedTuple):
     total: list[int]
 
 
+class EngineTokens(NamedTuple):
+    """What an engine counted until `at_s`, by its node's clock; 0 where the node does not say."""
+
+    prompt: float
+    output: float
+    cached: float
+    at_s: float
+
+
 class Sample(NamedTuple):
-    """Counters at the time `at`. `engines`: tokens of prompts, of answers and cached ones by replica, where the engine
-    reports them; `ledger`: tokens of prompts and answers by model."""
+    """Counters at the time `at`. `engines`: by replica, where the engine reports them; `ledger`: tokens
+    of prompts and answers by model."""
 
     at: float
     n_requests: float
     n_errors: float
-    engines: dict[str, tuple[float, float, float]]
+    engines: dict[str, EngineTokens]
     ledger: dict[str, tuple[float, float]]
     ttft: Buckets
     itl: Buckets
@@ -62,29 +71,26 @@ def take_sample(
         n_errors=sum(n for outcome, n in outcomes if outcome in _ERRORS),
         engines={name: _totals(load) for name, load in loads.items() if load is not None},
         ledger={model: (tokens.get((model, "prompt"), 0.0), tokens.get((model, "output"), 0.0)) for model, _ in tokens},
-        ttft=_buckets(histograms, "time_to_first_token_seconds", "time_to_first_byte_seconds"),
+        ttft=_buckets(histograms, "time_to_first_token_seconds"),
         itl=_buckets(histograms, "chunk_gap_seconds"),
         tpot=_buckets(histograms, "time_per_output_token_seconds"),
     )
 
 
-def _totals(load: EngineLoad) -> tuple[float, float, float]:
-    return finite(load.prompt_tokens), finite(load.output_tokens), finite(load.cached_tokens)
+def _totals(load: EngineLoad) -> EngineTokens:
+    return EngineTokens(*map(finite, (load.prompt_tokens, load.output_tokens, load.cached_tokens, load.at_s)))
 
 
-def _buckets(histograms: Mapping[str, Distribution], *names: str) -> Buckets:
-    """The first of the histograms that there is, its models added up."""
-    for name in names:
-        if name in histograms:
-            _, bounds, samples = histograms[name]
-            counts: dict[str, list[int]] = {}
-            for labels, (row, _) in samples.items():
-                replica = dict(labels)["replica"]
-                if replica != NO_REPLICA:
-                    # A list of our own: the counters' grows on.
-                    counts[replica] = list(map(operator.add, counts[replica], row)) if replica in counts else [*row]
-            return Buckets(bounds, counts, list(map(sum, zip(*counts.values(), strict=True))))
-    return Buckets((), {}, [])
+def _buckets(histograms: Mapping[str, Distribution], name: str) -> Buckets:
+    """A histogram whose models are added up; empty where there is none of that name."""
+    _, bounds, samples = histograms.get(name, (name, (), {}))
+    counts: dict[str, list[int]] = {}
+    for labels, (row, _) in samples.items():
+        replica = dict(labels)["replica"]
+        if replica != NO_REPLICA:
+            # A list of our own: the counters' grows on.
+            counts[replica] = list(map(operator.add, counts[replica], row)) if replica in counts else [*row]
+    return Buckets(bounds, counts, list(map(sum, zip(*counts.values(), strict=True))))
 
 
 def finite(value: float) -> float:
@@ -119,7 +125,7 @@ class Span:
         self.seconds = newer.at - older.at
 
     def per_s(self, before: float, after: float) -> float:
-        return round(max(0.0, after - before) / self.seconds, 3) if self.seconds > 0 else 0.0
+        return _per_s(before, after, self.seconds)
 
     def requests_per_s(self) -> tuple[float, float]:
         """All, and those that failed."""
@@ -127,17 +133,23 @@ class Span:
         return self.per_s(older.n_requests, newer.n_requests), self.per_s(older.n_errors, newer.n_errors)
 
     def engine_tokens_per_s(self, replica: str) -> tuple[float, float] | None:
-        """Of prompts and of answers, as the engine counts them; None where it does not, or has just come."""
+        """Of prompts and of answers, as the engine counts them; None where it does not, or has just come.
+
+        Over the time between the node's readings: it reads every 2 s, and 5 s hold two of them or three.
+        """
         before, after = self._older.engines.get(replica), self._newer.engines.get(replica)
         if before is None or after is None:
             return None
-        return self.per_s(before[0], after[0]), self.per_s(before[1], after[1])
+        seconds = after.at_s - before.at_s if before.at_s and after.at_s else self.seconds
+        if seconds <= 0:
+            return None
+        return _per_s(before.prompt, after.prompt, seconds), _per_s(before.output, after.output, seconds)
 
     def cache_hits(self, replica: str) -> float | None:
         before, after = self._older.engines.get(replica), self._newer.engines.get(replica)
-        if before is None or after is None or after[0] <= before[0]:
+        if before is None or after is None or after.prompt <= before.prompt:
             return None
-        return round(min(1.0, max(0.0, after[2] - before[2]) / (after[0] - before[0])), 4)
+        return round(min(1.0, max(0.0, after.cached - before.cached) / (after.prompt - before.prompt)), 4)
 
     def ledger_tokens_per_s(self, model: str) -> tuple[float, float] | None:
         after = self._newer.ledger.get(model)
@@ -157,6 +169,10 @@ class Span:
         """How many requests there were, and how many of them kept the promises."""
         ttft = _within(self._older.ttft, self._newer.ttft, slo.ttft_ms)
         return Kept(*ttft, *_within(self._older.tpot, self._newer.tpot, slo.tpot_ms))
+
+
+def _per_s(before: float, after: float, seconds: float) -> float:
+    return round(max(0.0, after - before) / seconds, 3) if seconds > 0 else 0.0
 
 
 class Kept(NamedTuple):

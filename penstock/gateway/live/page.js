@@ -38,8 +38,9 @@ function draw() {
 function drawHeader(snapshot) {
   const { now } = snapshot;
   const n = now.n_desired ?? snapshot.replicas?.length ?? 0;
-  setText($("deployment"), snapshot.deployment);
-  document.title = `${snapshot.deployment} ${now.n_ready}/${n} ready`;
+  const name = snapshot.deployment || "penstock";
+  setText($("deployment"), name);
+  document.title = `${name} ${now.n_ready}/${n} ready`;
   $("phase").hidden = !snapshot.phase;
   setChip($("phase"), snapshot.phase ?? "");
   setText($("ready"), `${now.n_ready} of ${n} ready`);

@@ -70,10 +70,13 @@ def _serves(row: ReplicaView) -> bool:
 
 def _tokens_per_s(span: Span, rows: Sequence[ReplicaView], sample: Sample) -> tuple[float, float] | None:
     """As engines count them; of a model whose engines do not, as the ledger does when a request has ended."""
-    counting = {row.announcement.model for row in rows if any(sample.engines.get(row.announcement.replica, ()))}
-    parts = [
-        span.engine_tokens_per_s(row.announcement.replica) for row in rows if row.announcement.model in counting
-    ] + [span.ledger_tokens_per_s(model) for model in sample.ledger if model not in counting]
+    parts, counting = [], set()
+    for row in rows:
+        tokens, model = sample.engines.get(row.announcement.replica), row.announcement.model
+        if tokens is not None and (tokens.prompt or model not in sample.ledger):
+            counting.add(model)
+            parts.append(span.engine_tokens_per_s(row.announcement.replica))
+    parts += [span.ledger_tokens_per_s(model) for model in sample.ledger if model not in counting]
     known = [part for part in parts if part is not None]
     return (round(sum(p for p, _ in known), 3), round(sum(o for _, o in known), 3)) if known else None
 

@@ -111,14 +111,15 @@ class LiveFeed:
         while True:
             if self.streams or self._history.is_row_due(time.monotonic()):
                 try:
-                    self._take(self._look(await self._reporter.gather()))
+                    self._take(self._look(await self._reporter.gather(with_known=False)))
                 except Exception:
                     # A page without news is better than a gateway without requests.
                     log.exception("a bug in the live page's snapshot")
             await asyncio.sleep(EVERY_S)
 
     def _look(self, report: WorkerReport) -> Moment:
-        return look(report, self._reporter.view(report), self._reporter.news.news, time.monotonic(), time.time())
+        now = time.monotonic()
+        return look(report, self._reporter.view(report), self._reporter.news.read(now), now, time.time())
 
     def _snapshot(self, moment: Moment) -> Snapshot:
         return make_snapshot(moment, self._history, self._config)

@@ -356,9 +356,10 @@ function drawEvents(events = []) {
   fillList($("events"), events.slice(-MOST_EVENTS).reverse(), byPosition, make, (node, event) => {
     const [time, chip, text, more] = node.children;
     setText(time, showMoment(event.at));
-    setChip(chip, event.event, EVENT_TONES.find(([words]) => words.test(`${event.event} ${event.text}`))?.[1] ?? "quiet");
-    setText(text, event.text);
-    const seconds = Object.entries(event.seconds ?? {}).map(([stage, spent]) => `${stage} ${showSeconds(spent)}`);
+    setChip(chip, event.event, eventTone(event));
+    setText(text, event.replica == null ? event.text : `replica ${event.replica}: ${event.text}`);
+    const spent = Object.entries(event.seconds ?? {}).filter(([stage]) => !event.text.includes(stage));
+    const seconds = spent.map(([stage, value]) => `${stage} ${showSeconds(value)}`);
     setText(more, [event.who && `by ${event.who}`, ...seconds].filter(Boolean).join(" · "));
   });
 }

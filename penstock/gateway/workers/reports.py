@@ -7,6 +7,7 @@ What a killed worker counted after its last report, in a second at most, is lost
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,12 +21,14 @@ from penstock.gateway.context import GatewayContext
 from penstock.gateway.gpu_time import GpuTimeKeeper
 from penstock.gateway.live.news import NewsBoard
 from penstock.gateway.metrics import Distribution, Family
-from penstock.gateway.responses import Answer
+from penstock.gateway.responses import Answer, error_answer
 from penstock.gateway.slow_requests import worst_of
 from penstock.gateway.workers.link import ParentLink
 from penstock.wire.announcement import GatewayView
 from penstock.wire.live import N_SLOW, SlowRequest
 from penstock.wire.metric_names import METRICS
+
+log = logging.getLogger(__name__)
 
 
 class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
@@ -81,15 +84,20 @@ class Reporter:
     async def _respond(
         self, client: ClientConnection, write: Callable[[WorkerReport], Answer], path: bytes, body: bytes
     ) -> None:
-        client.respond(write(await self.gather(path, body)))
+        try:
+            answer = write(await self.gather(path, body))
+        except Exception:
+            log.exception("request %s: a bug in the gateway", client.request_id.decode())
+            answer = error_answer(500, "the gateway failed", "internal_error")
+        client.respond(answer)
 
-    async def gather(self, path: bytes = b"", body: bytes = b"") -> WorkerReport:
-        """What all workers report, after the others did the call `path`."""
+    async def gather(self, path: bytes = b"", body: bytes = b"", *, with_known: bool = True) -> WorkerReport:
+        """What all workers report, after the others did the call `path`. `with_known`: with what each of them knows."""
         if self.link is None:
-            return self._own()
+            return self._own(with_known=with_known)
         reports = await self.link.gather(path, body)
         others = [*map(_decode, reports.running), *map(ended, reports.ended)]
-        return add([self._own(), *others])
+        return add([self._own(with_known=with_known), *others])
 
     def view(self, report: WorkerReport) -> GatewayView:
         view = self._context.replicas.view(time.monotonic(), report.n_waiting, report.n_requests)

@@ -112,7 +112,7 @@ class RayJobs(Target):
                 f"could not survey any node of the Ray cluster {_block(deployment).address}",
                 detail="\n".join(complaints),
                 hint="Set ray.python to an interpreter on its nodes that has vLLM and penstock's requirements, "
-                "or ray.runtime_env: {pip: [msgspec, psutil, pyyaml, rich, uvloop]}.",
+                "or ray.runtime_env: {pip: [msgspec, psutil, pyyaml, rich, uvloop, nvidia-ml-py]}.",
             )
         return machines
 

@@ -1,0 +1,96 @@
+"""The verb `dashboard`: opens the live page of a deployment in the browser, with the key that reads it."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import html
+import os
+import sys
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
+
+from penstock.cli import arguments
+from penstock.cli.output import print_json, print_step
+from penstock.errors import UserError
+
+if TYPE_CHECKING:
+    from penstock.run_folder import Run
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class PageAddress(NamedTuple):
+    """`key`: reads the page's numbers and the metrics, and changes nothing; None where none is needed."""
+
+    url: str
+    key: str | None
+
+    @property
+    def link(self) -> str:
+        """With the key in the fragment, which a browser sends to no server."""
+        return self.url if self.key is None else f"{self.url}#key={self.key}"
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    arguments.add_name(parser)
+    parser.add_argument("--no-open", action="store_true", help="print the address, with the key, and open nothing")
+    arguments.add_json(parser, "print the address and the key as JSON, and open nothing")
+    arguments.complete(parser, _run, ("penstock dashboard", "penstock dashboard qwen --no-open"))
+
+
+def address_of(run: Run) -> PageAddress:
+    """Where this machine's browser reaches the page.  Raises UserError when the deployment is down."""
+    from penstock.wire.announcement import engine_key, scrape_key
+
+    if run.is_ended():
+        raise UserError(f'cannot show deployment "{run.name}": it is down', hint="penstock ls")
+    needs_key = run.deployment().gateway.auth == "keys"
+    return PageAddress(f"{run.url}/dashboard", scrape_key(engine_key(run.admin_token())) if needs_key else None)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from penstock import run_folder
+
+    run = run_folder.choose(options.name)
+    address = address_of(run)
+    if options.json:
+        print_json(address._asdict())
+    elif not options.no_open and _has_display() and _open(run, address):
+        print_step(f"opened {address.url} (`penstock dashboard {run.name} --no-open` prints it with its key)")
+    else:
+        print(address.link)
+        _explain(address)
+    return 0
+
+
+def _has_display() -> bool:
+    """Whether a browser would show up in front of the user. Text browsers run no script."""
+    if "BROWSER" in os.environ:
+        return True
+    if sys.platform == "darwin":
+        return "SSH_CONNECTION" not in os.environ
+    return "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
+
+
+def _open(run: Run, address: PageAddress) -> bool:
+    """Opens a file of the user's that leads to the page: everyone on the machine can read a browser's command line."""
+    from penstock.paths import write_atomically
+
+    file = run.admin_token_file.with_name("dashboard.html")
+    link = html.escape(address.link)
+    text = f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={link}"><title>...</title>'
+    write_atomically(file, text.encode(), mode=0o600)
+    return webbrowser.open(Path(file).as_uri())
+
+
+def _explain(address: PageAddress) -> None:
+    if address.key is not None:
+        print_step("The key in it reads the page's numbers and the metrics, and changes nothing.")
+    place = urlsplit(address.url)
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    if place.hostname in _LOOPBACK and len(connection) == 4:  # man ssh: client address and port, ours
+        host = f"{getpass.getuser()}@{connection[2]}"
+        print_step(f"From your machine: ssh -N -L {place.port}:{place.netloc} {host}")

@@ -1,0 +1,95 @@
+"""`penstock dashboard`: what it opens and prints, on a run folder without a process."""
+
+from __future__ import annotations
+
+import html
+import json
+import stat
+import webbrowser
+from collections.abc import Callable
+
+import pytest
+from samples import deployment, run_folder
+
+from penstock.cli import main
+from penstock.run_folder import Desired, Run, State
+from penstock.wire.announcement import engine_key, scrape_key
+
+URL = "http://127.0.0.1:8000/dashboard"
+KEY = scrape_key(engine_key("secret-token"))
+Shell = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION"):
+        monkeypatch.delenv(name, raising=False)
+
+    def call(*argv: str) -> tuple[int, str, str]:
+        code = main.run(argv)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a browser was started with."""
+    urls = list[str]()
+
+    def start(url: str) -> bool:
+        urls.append(url)
+        return True
+
+    monkeypatch.setattr(webbrowser, "open", start)
+    return urls
+
+
+@pytest.fixture
+def keyed() -> Run:
+    return run_folder(deployment(name="keyed", gateway={"auth": "keys"}))
+
+
+def test_key_reaches_the_browser_in_a_private_file_not_on_a_command_line(
+    shell: Shell, opened: list[str], keyed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISPLAY", ":0")
+    code, out, err = shell("dashboard")
+    file = keyed.path / "secrets" / "dashboard.html"
+    assert opened == [file.as_uri()]
+    assert f'content="0; url={html.escape(URL)}#key={KEY}"' in file.read_text()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert (code, out) == (0, "")
+    assert URL in err
+    assert KEY not in err
+
+
+def test_without_a_display_the_link_is_printed_and_nothing_opened(
+    shell: Shell, opened: list[str], keyed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSH_CONNECTION", "10.0.0.9 5000 10.0.0.7 22")
+    _, out, err = shell("dashboard", "keyed")
+    assert out == f"{URL}#key={KEY}\n"
+    assert "changes nothing" in err
+    assert "ssh -N -L 8000:127.0.0.1:8000 " in err
+    assert err.endswith("@10.0.0.7\n")
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert shell("dashboard", "--no-open")[1] == out
+    monkeypatch.setattr(webbrowser, "open", lambda url: False)
+    assert shell("dashboard")[1] == out
+    assert opened == []
+
+
+def test_as_json_and_without_keys(shell: Shell, keyed: Run) -> None:
+    assert json.loads(shell("dashboard", "keyed", "--json")[1]) == {"url": URL, "key": KEY}
+    run_folder(deployment(name="open"))
+    assert json.loads(shell("dashboard", "open", "--json")[1]) == {"url": URL, "key": None}
+    assert shell("dashboard", "open")[1] == f"{URL}\n"
+
+
+def test_of_a_deployment_that_is_down_there_is_no_page(shell: Shell, keyed: Run) -> None:
+    keyed.write_desired(Desired("down", 0))
+    keyed.write_state(State(0.0, "down", 0))
+    code, _, err = shell("dashboard", "keyed")
+    assert code == 2
+    assert 'cannot show deployment "keyed": it is down' in err

@@ -1,0 +1,107 @@
+"""A real Prometheus as a child of a real deployment with the fake engine: it scrapes, answers, dies, and comes back."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+from launching import Place, ask, call, kill, now, pid_of, pids, wait_until
+
+from penstock.hardware.network import free_port
+from penstock.run_folder import Part, Run
+
+pytestmark = pytest.mark.processes
+
+UP_S = 20.0  # Prometheus reads new targets after 5 s and scrapes each 5 s
+
+
+@pytest.fixture
+def prometheus() -> None:
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus is not installed")
+
+
+def part_of(run: Run) -> Part:
+    part = now(run).prometheus
+    assert part is not None
+    return part
+
+
+def value(query: str) -> float | None:
+    """The only value of a query's answer, None without one."""
+    rows = call("metrics", query, "--json").json
+    return float(rows[0]["points"][-1][1]) if isinstance(rows, list) and rows else None
+
+
+def test_it_watches_dies_comes_back_and_ends_with_its_deployment(
+    prometheus: None, place: Place, tmp_path: Path
+) -> None:
+    file = place.write("one", replicas=2, workload={"ttft_ms": 2000}, observe={"prometheus": True})
+    run = place.up(file)
+    wait_until(lambda: part_of(run).state == "running", "it runs")
+    url = str(part_of(run).url)
+    place.addresses.add(url)
+    assert url in call("status").out and url.startswith("http://127.0.0.1:")
+    ask(run)
+    first = pid_of(run, "prometheus")
+    kill(first)
+    wait_until(lambda: part_of(run).state == "running" and part_of(run).n_restarts == 1, "it is back")
+    assert part_of(run).url == url, "at the same address"
+    assert f"its process {first} was gone" in call("status").out
+
+    def is_scraped() -> bool:
+        return value("sum(up)") == 2 and value('sum(penstock_requests_total{outcome="complete"})') == 1
+
+    wait_until(is_scraped, "both pages are scraped", UP_S)
+    assert value('count(sum by (replica) (vllm:num_requests_running{deployment="one"}))') == 2, "each replica's page"
+    assert value('penstock_replicas_ready{deployment="one",target="local"}') == 2
+    refused = call("metrics", "sum(up) by (")
+    assert refused.code == 2 and "1:13: parse error" in refused.err
+    assert "LAST" in call("metrics", "up", "--range", "1m").out
+    assert call("metrics", "--alerts", "--json").json == []
+    check_pages_and_export(tmp_path / "export")
+
+    second, controller = pid_of(run, "prometheus"), pid_of(run, "controller")
+    kill(controller)
+    wait_until(lambda: pids(run, "controller") not in ([], [controller]), "another controller")
+    wait_until(lambda: now(run).controller.state == "running", "that runs")
+    assert pid_of(run, "prometheus") == second, "the new controller adopts it"
+    ask(run)
+    assert call("down").code == 0
+    place.assert_nothing_left()
+    assert "no Prometheus watches" in call("metrics", "up", "--deployment", "one").err
+
+
+def check_pages_and_export(folder: Path) -> None:
+    assert "penstock_replicas_ready" in call("metrics").out
+    assert 'replica="0"' in call("metrics", "--engines").out
+    assert call("metrics", "--export", folder).code == 0
+    key = folder / "scrape-key"
+    assert key.stat().st_mode & 0o077 == 0 and "prometheus.yml" in (folder / "README.md").read_text()
+
+
+def test_without_the_program_the_deployment_serves_and_says_so(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    started = call("up", place.write("one", observe={"prometheus": True}))
+    assert started.code == 0 and "apt-get install prometheus" in started.err
+    run = place.run()
+    ask(run)
+    wait_until(lambda: part_of(run).note is not None, "status says so")
+    assert "not installed" in call("status").out
+    refused = call("metrics", "up")
+    assert refused.code != 0 and "apt-get install prometheus" in refused.err
+    assert "prometheus absent" in call("events").out
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_starts(place: Place) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", free_port("127.0.0.1")))
+        other.listen()
+        port = other.getsockname()[1]
+        refused = call("up", place.write("one", observe={"prometheus": True, "port": port}))
+    assert refused.code == 2 and f"cannot listen on 127.0.0.1:{port}" in refused.err
+    assert "observe.port=PORT" in refused.err
