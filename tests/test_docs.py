@@ -79,7 +79,7 @@ PLAIN = """
 access addresses admin agent amx announcer api archive arguments arrivals
 blocks board body bootstrap bundle
 calibrate calibration capacity catalog changes checks child collectives compare compiled completion config
-conformance connections cpu
+conformance connections cost cpu
 dashboard decide dense detached detect doctor driver
 ending entry errors estimate event examine exchanges explain export
 facts fake fetch fields figures fit flags folder forwarding
