@@ -94,7 +94,7 @@ objects observe offline openssh options origins overhead
 panels parent parse paths placed placement placing planning pod pods policies prepare progress prometheus
 promql public
 queries queue quota
-ranges reachability reading ready reasons reduce refusals remote rendezvous replies report responses retries
+ranges reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses retries
 rights rope rules
 scale scheduling schema script server service services settings setup shared site snapshot solve sse startup
 static stats status stop store strategic supervisor svg sweep sync synthetic

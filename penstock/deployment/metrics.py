@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from penstock.deployment import observe
+from penstock.deployment.reachable import monitors
 from penstock.errors import PenstockError
 from penstock.observe import grafana, prometheus, rules
 from penstock.observe.export import dashboards
@@ -15,7 +16,6 @@ from penstock.paths import write_atomically
 from penstock.run_folder import Run
 from penstock.spec.gateway import is_loopback
 from penstock.wire.announcement import engine_key, scrape_key
-from penstock.wire.client import Client
 
 _PAGE_TIMEOUT_S = 30.0
 _README = """Files for a Prometheus that watches "{name}": copy the jobs of prometheus.yml, or start one here:
@@ -26,8 +26,8 @@ scrape-key opens the pages of metrics and nothing else. Import the dashboards in
 
 def page(run: Run, of_engines: bool) -> str:
     """The gateway's page of metrics, or the engines'.  Raises PenstockError when it does not answer."""
-    client = Client(run.admin_url, run.admin_token(), _PAGE_TIMEOUT_S)
-    return client.get_text("/metrics/engines" if of_engines else "/metrics")
+    with monitors(run, _PAGE_TIMEOUT_S) as gateways:
+        return gateways[0].get_text("/metrics/engines" if of_engines else "/metrics")
 
 
 def prometheus_url(run: Run) -> str:
