@@ -79,7 +79,7 @@ PLAIN = """
 access addresses admin agent amx announcer api archive arguments arrivals
 blocks board boards body bootstrap bundle
 calibrate calibration capacity catalog changes checks child collectives compare compiled completion config
-conformance connections cpu
+conformance connections cost cpu
 dashboard decide dense detached detect doctor driver
 ending entry errors estimate event examine exchanges explain export expressions
 facts fake fetch fields figures fit flags folder forwarding
@@ -91,10 +91,10 @@ leader leftovers levers library lifecycle limits lines link listener live livene
 main manifests measured member merge metric middleware monitoring
 network nvml
 objects observe offline operations openssh options origins overhead
-panels parent parse paths placed placement placing planning pod pods policies prepare progress prometheus
+panels parent parse paths placed placement placing planning pod pods policies prepare price progress prometheus
 promql public
 queries queue quota
-ranges reachability reading ready reasons reduce refusals remote rendezvous replies report responses retries
+ranges reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses retries
 rights rope rules
 scale scheduling schema script server service services settings setup shared site snapshot solve sse startup
 static stats status stop store strategic supervisor svg sweep sync synthetic

@@ -18,6 +18,7 @@ from gateway_rig import TOKEN, Client, Rig, both_loops, echo
 from samples import told, view
 
 from penstock.gateway.config import GatewayConfig, ServedModel, Slo
+from penstock.gateway.cost import SpendingMeter
 from penstock.gateway.live import stream
 from penstock.gateway.live.history import LiveHistory, quantile
 from penstock.gateway.live.news import DatedNews, NewsBoard
@@ -59,11 +60,12 @@ def moment(of: WorkerReport, at: float, rows: GatewayView | None = None, news: D
 
 
 def history_of(*moments: Moment) -> LiveHistory:
-    history = LiveHistory()
+    history, meter = LiveHistory(), SpendingMeter()
     for each in moments:
         history.add(each.sample)
         if history.is_row_due(each.sample.at):
-            history.add_row(each.sample, rates(each, history), SLO)
+            spending = meter.read(each.report.families, each.view, each.sample.at)
+            history.add_row(each.sample, rates(each, history), SLO, spending)
     return history
 
 
@@ -205,6 +207,10 @@ def test_news_are_metrics_and_old_ones_do_not_replace_new_ones() -> None:
     assert {name for name, _ in board.families(0.0)} == {"build_info", "slo_target_seconds"}
     board.take(DatedNews(10.0, NEWS))
     board.take(DatedNews(9.0, msgspec.structs.replace(NEWS, desired_replicas=7)))
+    assert board.read(70.0) == NEWS
+    silent = board.read(131.0)
+    assert silent is not None and silent.reason is not None
+    assert silent.reason.startswith("the controller has not reported for 2m01s")
     families = dict(board.families(12.5))
     assert families["replicas_desired"] == {(): 2}
     assert families["replicas"] == {(("state", "ready"),): 1, (("state", "failed"),): 1}

@@ -227,7 +227,7 @@ def test_lost_connection_is_said_and_tried_again(open_page: Open) -> None:
         expect(page.locator("#said")).to_have_text("Connection lost, trying again.")
         expect(page.locator("#replicas tr")).to_have_count(4)  # the last numbers stay
         page.clock.fast_forward(1100)
-        expect(page.locator("#link-text")).to_have_text("connection lost, trying again in 2 s")
+        expect(page.locator("#link-text")).to_have_text("the gateway answered 503, trying again in 2 s")
         server.is_down = False
         page.clock.fast_forward(2100)
         expect(page.locator("#link-text")).to_have_text("live")

@@ -84,7 +84,7 @@ def test_hostile_values_stay_one_line_of_json() -> None:
     kept = changed(record(f"\r\nuser-agent: {HOSTILE}".replace("\x1b", "\t")), key=HOSTILE)
     assert line_of(kept)["key"] == HOSTILE
     assert "secret" not in write_lines([kept])[0].decode()
-    assert attributes(span_of(kept))["penstock.key"] == HOSTILE
+    assert attributes(span_of(changed(kept, key=f"{HOSTILE}%d")))["penstock.key"] == f"{HOSTILE}%d"
     (text,) = write_lines([changed(record(), key="a\r\nb\x00")])
     assert b"\r" not in text and text.count(b"\n") == 1
     bytes_of_latin_1 = parse_request(b"GET / HTTP/1.1\r\nhost: a\r\nuser-agent: \xff\xfe")
@@ -120,7 +120,7 @@ def test_a_failed_span_says_why_and_a_held_one_how_long() -> None:
     span = span_of(failed)
     assert (span["status"], attributes(span)["error.type"]) == ({"code": 2}, "no_replica")
     assert [each["name"] for each in span["events"]] == ["hold"]
-    assert attributes(span)["penstock.hold_s"] == 0.5
+    assert int(span["events"][0]["timeUnixNano"]) - int(span["startTimeUnixNano"]) == pytest.approx(5e8, abs=1000)
     assert attributes(span_of(record(status=500)))["error.type"] == "500"
     assert "status" not in span_of(changed(record(status=499), outcome="client_gone"))
     assert span_of(record(path="/tokenize"))["name"] == "POST /tokenize"
@@ -215,9 +215,9 @@ def test_spans_wait_for_a_collector_that_is_away_and_are_sent_once(monkeypatch: 
     sender.add([b"{}"] * 1500)
     for now in (100.0, 101.0, 105.0, 106.0, 114.0):
         sender.send(now)
-        assert collector.n_spans == ([] if now < 105 else [1024])  # the one that was answered with 503
+        assert collector.n_spans == ([] if now < 105 else [256])  # the one that was answered with 503
     sender.send(116.0)
-    assert (collector.n_spans, sender.n_lost) == ([1024, 1024, 476], 0)
+    assert (collector.n_spans, sender.n_lost) == ([256, 256, 256, 256, 256, 256, 220], 0)
 
 
 def test_lost_spans_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

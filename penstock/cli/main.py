@@ -53,6 +53,7 @@ VERBS = {
     "events": Verb(
         "list what happened to a deployment: starts, restarts, drains, and who changed it", "events:register"
     ),
+    "requests": Verb("list the slowest requests and where their time went, or the newest", "requests:register"),
     "metrics": Verb("ask a deployment's Prometheus, list alerts, or print its pages of metrics", "metrics:register"),
     "scale": Verb("change the number of replicas; removed replicas finish their requests", "lifecycle:register_scale"),
     "down": Verb("end a deployment; requests in flight finish first", "lifecycle:register_down"),

@@ -146,6 +146,7 @@ class _Watcher:
         from penstock.wire.live import Snapshot
 
         while not self._stop.is_set():
+            note = "it has no gateway"
             try:
                 for item in live.follow(self.run):
                     if isinstance(item, Snapshot):
@@ -154,8 +155,10 @@ class _Watcher:
                         return
             except PenstockError as exc:
                 note = exc.message
+            except Exception as exc:  # noqa: BLE001 - its traceback would be drawn over the screen
+                note = f"penstock failed: {type(exc).__name__}: {exc}"
             with contextlib.suppress(PenstockError, OSError):
-                self._keep(None, note)
+                self._keep(None, f"{note}: below is what `status` knows")
             self._stop.wait(_RETRY_S)
 
     def _keep(self, snapshot: Snapshot | None, note: str | None) -> None:
@@ -178,7 +181,7 @@ class _Watcher:
         silent_s = time.monotonic() - self._kept_at
         if self.watched is None or self.watched.note is not None or silent_s < _SILENT_S:
             return self.watched
-        return msgspec.structs.replace(self.watched, note=f"nothing was heard of it for {silent_s:.0f} s")
+        return msgspec.structs.replace(self.watched, note=f"nothing was heard of its gateway for {silent_s:.0f} s")
 
 
 class _Log:

@@ -209,7 +209,7 @@ def header(watched: Watched, width: int) -> list[Line]:
     """The deployment's title and its figures; without those of its gateway, why they are missing."""
     lines = [title(watched)]
     if watched.note is not None:
-        return [*lines, [(f"  {clean(watched.note)}: below is what `status` knows", "yellow")]]
+        return [*lines, [(f"  {clean(watched.note)}", "yellow")]]
     return lines + flow([*_traffic(watched.snapshot.now), *_times(watched.snapshot), *_cost(watched.snapshot)], width)
 
 

@@ -14,8 +14,8 @@ from typing import Any, Literal, TypedDict, Unpack
 import msgspec
 
 from penstock import run_folder, targets
+from penstock.deployment import live, observe, planning, start, stop
 from penstock.deployment import logs as deployment_logs
-from penstock.deployment import observe, planning, start, stop
 from penstock.deployment import scale as deployment_scale
 from penstock.errors import UserError
 from penstock.planner.request import Sizing
@@ -23,6 +23,7 @@ from penstock.run_folder import Run, State
 from penstock.spec import reading
 from penstock.spec.deployment import DEMO_MODEL, Deployment
 from penstock.wire.client import Client
+from penstock.wire.live import Snapshot
 
 Source = Deployment | Mapping[str, Any] | Path | str
 OnState = Callable[[State], None]
@@ -69,6 +70,10 @@ class RunningDeployment(msgspec.Struct, frozen=True):
 
     def status(self) -> State:
         return status(self.name)
+
+    def live(self) -> Snapshot:
+        """Load, speed, GPUs and cost now, as its gateways measure them. Raises PenstockError when none answers."""
+        return live.snapshot(run_folder.find(self.name))
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         return logs(self.name, follow=follow)

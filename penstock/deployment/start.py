@@ -171,7 +171,9 @@ def _start(
     """`sockets`: the public and the admin one, unless the target places the gateway."""
     deployment, key, target = prepared.deployment, None, targets.load(prepared.deployment.target)
     run = write_run(prepared, [sock.getsockname()[1] for sock in sockets])
-    run.add_event("up", f"{deployment.model} on target {deployment.target}", who=asked_by())
+    run.add_event(
+        "up", f"penstock up {deployment.name}: {deployment.model} on target {deployment.target}", who=asked_by()
+    )
     try:
         place = run.gateway_file().store
         if run.places("gateway") and not target.shares_files:

@@ -9,6 +9,8 @@ from penstock.run_folder import Phase, ReplicaStatus, State
 from penstock.text import show_seconds
 from penstock.wire.announcement import Announcement
 
+_LEAST_SHARE = 0.01  # of a start's time, for a stage to be in the text; `seconds` has all
+
 
 class Noted(msgspec.Struct, frozen=True):
     """What events exist for. `ready`: when the start began that made a replica ready; `restarted_at`: its newest
@@ -53,7 +55,9 @@ def changes(state: State, noted: Noted) -> tuple[tuple[Event, ...], Noted]:
 def _start_text(announcement: Announcement) -> str:
     after_s = announcement.ready_after_s
     text = "ready" if after_s is None else f"ready after {show_seconds(after_s)}"
-    stages = ", ".join(f"{stage} {show_seconds(seconds)}" for stage, seconds in announcement.start_s.items())
+    least_s = _LEAST_SHARE * (after_s or 0.0)
+    shown = {stage: seconds for stage, seconds in announcement.start_s.items() if seconds >= least_s}
+    stages = ", ".join(f"{stage} {show_seconds(seconds)}" for stage, seconds in shown.items())
     return f"{text}: {stages}" if stages else text
 
 

@@ -1,6 +1,6 @@
 """Spans of requests as OTLP's JSON. Pure. https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding
 
-Written by templates: 3 us a span where structs and their encoder take 12. What repeats from request to request is kept.
+Most of a span is the same for many requests: that is kept as a template, with places for ids, times and counts.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from penstock.gateway.accounting.exchange import Exchange, Record, text
 
 _MAX_KNOWN: Final = 4096
 _KIND_SERVER: Final = 2
-_ERROR: Final = b',"status":{"code":2}'
 
 _json = msgspec.json.Encoder().encode
 
-_SPAN: Final = (
-    b'{"traceId":"%s","spanId":"%s","parentSpanId":"%s","flags":%d,"startTimeUnixNano":"%d","endTimeUnixNano":"%d",'
-    b'%s,"attributes":[%s,{"key":"' + names.INPUT_TOKENS.encode() + b'","value":{"intValue":"%d"}},'
-    b'{"key":"' + names.CACHED_TOKENS.encode() + b'","value":{"intValue":"%d"}},'
-    b'{"key":"' + names.OUTPUT_TOKENS.encode() + b'","value":{"intValue":"%d"}},'
-    b'{"key":"' + names.REQUEST_ID.encode() + b'","value":{"stringValue":"%s"}},'
-    b'{"key":"' + names.HOLD_S.encode() + b'","value":{"doubleValue":%.6f}},'
-    b'{"key":"' + names.OWN_S.encode() + b'","value":{"doubleValue":%.6f}}%s],"events":[%s]}'
+# Trace, span, parent; start and end; tokens; the request's id; then the events.
+_BEGIN: Final = (
+    b'{"traceId":"%s","spanId":"%s","parentSpanId":"%s","startTimeUnixNano":"%d","endTimeUnixNano":"%d","flags":1,'
 )
-_FIRST_CHUNK: Final = b',{"key":"' + names.FIRST_CHUNK_S.encode() + b'","value":{"doubleValue":%.6f}}'
+_COUNT: Final = b'{"key":"%s","value":{"intValue":"%%d"}},'
+_COUNTS: Final = b"".join(
+    [_COUNT % name.encode() for name in (names.INPUT_TOKENS, names.CACHED_TOKENS, names.OUTPUT_TOKENS)]
+)
+_REQUEST_ID: Final = b'{"key":"%s","value":{"stringValue":"%%s"}}' % names.REQUEST_ID.encode()
+_FIRST_CHUNK: Final = b',{"key":"%s","value":{"doubleValue":%%.6f}}' % names.FIRST_CHUNK_S.encode()
 _EVENT: Final = b'{"timeUnixNano":"%d","name":"%s"}'
-_EVENTS: Final = (
+_USUAL_EVENTS: Final = (
     b'{"timeUnixNano":"%d","name":"connect"},{"timeUnixNano":"%d","name":"first byte"},'
     b'{"timeUnixNano":"%d","name":"end"}'
 )
@@ -47,7 +46,7 @@ class SpanWriter:
             _attributes(resource),
             _json(scope),
         )
-        self._known: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
+        self._known: dict[tuple[object, ...], bytes] = {}
 
     def write(self, spans: Sequence[bytes]) -> bytes:
         """The body of one export."""
@@ -58,40 +57,50 @@ class SpanWriter:
         row, exchange = record
         trace, facts = exchange.trace, exchange.facts
         assert trace is not None
-        head, same = self._same(record)
-        start_s = facts.received_at + unix_offset_s
-        end_s = start_s + row.duration_ms / 1000
-        first_chunk = b""
-        if exchange.first_at and exchange.streams:
-            first_chunk = _FIRST_CHUNK % (exchange.first_at - facts.received_at)
-        return _SPAN % (
-            *(trace.trace_id, trace.span_id, trace.parent_id, trace.is_sampled, start_s * 1e9, end_s * 1e9),
-            *(head, same, row.prompt_tokens, row.cached_tokens, row.output_tokens, facts.request_id),
-            *(exchange.hold_s, exchange.own_s, first_chunk, _events(exchange, unix_offset_s, end_s)),
+        offset_ns = int(unix_offset_s * 1e9)
+        start_ns = int(facts.received_at * 1e9) + offset_ns
+        end_ns = start_ns + int(row.duration_ms * 1e6)
+        first_at = exchange.first_at
+        more: tuple[object, ...] = ()
+        if first_at and exchange.streams:
+            more = (first_at - facts.received_at,)
+        has_usual = exchange.sent_at > 0 and first_at > 0 and not exchange.hold_s
+        if has_usual:
+            moments = (exchange.sent_at, first_at, exchange.last_at)
+            more += tuple([int(at * 1e9) + offset_ns for at in moments])
+        else:
+            more += (_events(exchange, offset_ns, end_ns),)
+        return self._template(record, has_usual) % (
+            *(trace.trace_id, trace.span_id, trace.parent_id, start_ns, end_ns),
+            *(row.prompt_tokens, row.cached_tokens, row.output_tokens, facts.request_id, *more),
         )
 
-    def _same(self, record: Record) -> tuple[bytes, bytes]:
-        """The name and the attributes that many requests share."""
+    def _template(self, record: Record, has_usual: bool) -> bytes:
         row, exchange = record
         facts, head = exchange.facts, exchange.head
-        user_agent = head.get(b"user-agent")
         key = (
             *(row.model, row.replica, row.status, exchange.outcome, exchange.key, exchange.client, exchange.streams),
-            *(head.method, head.path, facts.model, facts.output_tokens_max, user_agent),
+            *(head.method, head.path, facts.model, facts.output_tokens_max, head.get(b"user-agent"), has_usual),
+            exchange.first_at > 0,
         )
-        known = self._known.get(key)
-        if known is None:
+        template = self._known.get(key)
+        if template is None:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            known = self._known[key] = _head(record), _attributes(_shared(record, user_agent))
-        return known
+            same = b"%s,%s," % (_name(record), b'"attributes":[' + _attributes(_shared(record)))
+            events = b'],"events":[%s]}' % (_USUAL_EVENTS if has_usual else b"%s")
+            first_chunk = _FIRST_CHUNK if exchange.first_at and exchange.streams else b""
+            same = same.replace(b"%", b"%%")
+            template = self._known[key] = _BEGIN + same + _COUNTS + _REQUEST_ID + first_chunk + events
+        return template
 
 
-def _head(record: Record) -> bytes:
+def _name(record: Record) -> bytes:
     row, exchange = record
     operation = names.OPERATIONS.get(exchange.head.path)
     name = f"{operation} {row.model}" if operation else f"{text(exchange.head.method)} {text(exchange.head.path)}"
-    return b'"name":%s,"kind":%d%s' % (_json(name), _KIND_SERVER, _ERROR if _error(record) else b"")
+    status = b',"status":{"code":2}' if _error(record) else b""
+    return b'"name":%s,"kind":%d%s' % (_json(name), _KIND_SERVER, status)
 
 
 def _error(record: Record) -> str | None:
@@ -102,14 +111,15 @@ def _error(record: Record) -> str | None:
     return str(row.status) if row.status >= 500 else None
 
 
-def _shared(record: Record, user_agent: bytes | None) -> dict[str, Any]:
+def _shared(record: Record) -> dict[str, Any]:
+    """The attributes that many requests share."""
     row, exchange = record
     facts, head = exchange.facts, exchange.head
+    user_agent = head.get(b"user-agent")
     values = {
         names.OPERATION: names.OPERATIONS.get(head.path),
         names.PROVIDER: "penstock",
-        names.REQUEST_MODEL: facts.model,
-        names.RESPONSE_MODEL: row.model,
+        names.REQUEST_MODEL: facts.model or row.model,
         names.STREAM: exchange.streams,
         names.MAX_TOKENS: facts.output_tokens_max,
         names.METHOD: text(head.method),
@@ -136,18 +146,13 @@ def _value(value: object) -> bytes:
     return b'{"stringValue":%s}' % _json(value)
 
 
-def _events(exchange: Exchange, unix_offset_s: float, end_s: float) -> bytes:
+def _events(exchange: Exchange, offset_ns: int, end_ns: int) -> bytes:
     """When a wait for a replica was over, when the engine had the request, its first and its last byte."""
-    sent_at, first_at, last_at = exchange.sent_at, exchange.first_at, exchange.last_at
-    if sent_at and first_at and not exchange.hold_s:  # as nearly always
-        moments = sent_at + unix_offset_s, first_at + unix_offset_s, last_at + unix_offset_s
-        return _EVENTS % (moments[0] * 1e9, moments[1] * 1e9, moments[2] * 1e9)
     events = []
     if exchange.hold_s:
-        held_until = exchange.facts.received_at + exchange.own_s + exchange.hold_s
-        events.append((held_until, b"hold"))
-    if sent_at:
-        events.append((sent_at, b"connect"))
-    if first_at:
-        events += [(first_at, b"first byte"), (last_at, b"end")]
-    return b",".join([_EVENT % (min(at + unix_offset_s, end_s) * 1e9, name) for at, name in events])
+        events.append((exchange.facts.received_at + exchange.own_s + exchange.hold_s, b"hold"))
+    if exchange.sent_at:
+        events.append((exchange.sent_at, b"connect"))
+    if exchange.first_at:
+        events += [(exchange.first_at, b"first byte"), (exchange.last_at, b"end")]
+    return b",".join([_EVENT % (min(int(at * 1e9) + offset_ns, end_ns), name) for at, name in events])

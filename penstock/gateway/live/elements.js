@@ -32,7 +32,11 @@ function fillList(parent, items, keyOf, make, fill) {
     fill(node, item);
     kept.set(key, node);
   }
-  for (const [key, node] of before) if (!kept.has(key)) node.remove();
+  for (const [key, node] of before) {
+    if (kept.has(key)) continue;
+    node.plot?.destroy(); // a chart listens to the window
+    node.remove();
+  }
   parent.kept = kept;
 }
 

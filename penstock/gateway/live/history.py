@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.gateway.config import Slo
+from penstock.gateway.cost import Spending, cost_between
 from penstock.gateway.metrics import Distribution, Family
 from penstock.wire.announcement import EngineLoad, GatewayView
-from penstock.wire.live import HISTORY_S, PERIOD_S, History, Rates
+from penstock.wire.live import HISTORY_S, PERIOD_S, Cost, History, Rates
 
 QUANTILE_S = 60.0
 _SLACK_S = 0.5  # timers are late, never early
@@ -70,7 +71,7 @@ def take_sample(
         n_errors=sum(n for outcome, n in outcomes if outcome in _ERRORS),
         engines={name: _totals(load) for name, load in loads.items() if load is not None},
         ledger={model: (tokens.get((model, "prompt"), 0.0), tokens.get((model, "output"), 0.0)) for model, _ in tokens},
-        ttft=_buckets(histograms, "time_to_first_token_seconds", "time_to_first_byte_seconds"),
+        ttft=_buckets(histograms, "time_to_first_token_seconds"),
         itl=_buckets(histograms, "chunk_gap_seconds"),
         tpot=_buckets(histograms, "time_per_output_token_seconds"),
     )
@@ -80,19 +81,16 @@ def _totals(load: EngineLoad) -> EngineTokens:
     return EngineTokens(*map(finite, (load.prompt_tokens, load.output_tokens, load.cached_tokens, load.at_s)))
 
 
-def _buckets(histograms: Mapping[str, Distribution], *names: str) -> Buckets:
-    """The first of the histograms that there is, its models added up."""
-    for name in names:
-        if name in histograms:
-            _, bounds, samples = histograms[name]
-            counts: dict[str, list[int]] = {}
-            for labels, (row, _) in samples.items():
-                replica = dict(labels)["replica"]
-                if replica != NO_REPLICA:
-                    # A list of our own: the counters' grows on.
-                    counts[replica] = list(map(operator.add, counts[replica], row)) if replica in counts else [*row]
-            return Buckets(bounds, counts, list(map(sum, zip(*counts.values(), strict=True))))
-    return Buckets((), {}, [])
+def _buckets(histograms: Mapping[str, Distribution], name: str) -> Buckets:
+    """A histogram whose models are added up; empty where there is none of that name."""
+    _, bounds, samples = histograms.get(name, (name, (), {}))
+    counts: dict[str, list[int]] = {}
+    for labels, (row, _) in samples.items():
+        replica = dict(labels)["replica"]
+        if replica != NO_REPLICA:
+            # A list of our own: the counters' grows on.
+            counts[replica] = list(map(operator.add, counts[replica], row)) if replica in counts else [*row]
+    return Buckets(bounds, counts, list(map(sum, zip(*counts.values(), strict=True))))
 
 
 def finite(value: float) -> float:
@@ -207,6 +205,7 @@ class _Row(NamedTuple):
     at: float
     rates: Rates
     kept: Kept
+    spending: Spending
 
 
 class LiveHistory:
@@ -232,10 +231,10 @@ class LiveHistory:
                 keep.append(each)
         self._samples = deque(keep)
 
-    def add_row(self, sample: Sample, rates: Rates, slo: Slo) -> None:
+    def add_row(self, sample: Sample, rates: Rates, slo: Slo, spending: Spending) -> None:
         kept = Span(self._last_row, sample).kept(slo) if self._last_row is not None else Kept()
         self._last_row = sample
-        self._rows.append(_Row(sample.at, rates, kept))
+        self._rows.append(_Row(sample.at, rates, kept, spending))
 
     def span(self, newest: Sample, seconds: float) -> Span:
         """From the youngest sample that is at least so old, or the oldest, to `newest`."""
@@ -249,6 +248,10 @@ class LiveHistory:
         """Of the last hour."""
         columns = list(zip(*(row.kept for row in self._rows), strict=True))
         return Kept(*map(sum, columns)) if columns else Kept()
+
+    def cost(self, gpu_hour_usd: float | None) -> Cost:
+        """Of the last hour."""
+        return cost_between(self._rows[0].spending, self._rows[-1].spending, gpu_hour_usd) if self._rows else Cost()
 
     def write(self, now: float, wall_s: float) -> History:
         """`wall_s`: the Unix time of `now`. The rows' times follow from it, so that they stand in order always."""

@@ -9,7 +9,10 @@ import msgspec
 from penstock import __version__
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.metrics import Family, Labels
+from penstock.text import show_seconds
 from penstock.wire.live import DeploymentNews
+
+SILENT_S = 60.0  # the controller posts every 5 s
 
 
 class DatedNews(msgspec.Struct, frozen=True):
@@ -20,28 +23,38 @@ class DatedNews(msgspec.Struct, frozen=True):
 
 
 class NewsBoard:
-    """The newest news. `at` is None before the first."""
+    """The newest news. Times are monotonic."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        self.news: DeploymentNews | None = None
-        self._at: float | None = None
+        self._newest: DatedNews | None = None
         promises = (("ttft", config.slo.ttft_ms), ("tpot", config.slo.tpot_ms))
         self._slo: dict[Labels, float] = {(("metric", name),): ms / 1000 for name, ms in promises if ms is not None}
 
     def take(self, dated: DatedNews) -> None:
-        if self._at is None or dated.at >= self._at:
-            self.news, self._at = dated.news, dated.at
+        if self._newest is None or dated.at >= self._newest.at:
+            self._newest = dated
+
+    def read(self, now: float) -> DeploymentNews | None:
+        """None before the first. Old news say in their reason how old they are."""
+        if self._newest is None:
+            return None
+        news, age_s = self._newest.news, now - self._newest.at
+        if age_s <= SILENT_S:
+            return news
+        reason = f"the controller has not reported for {show_seconds(age_s)}: what dies is not started again"
+        return msgspec.structs.replace(news, reason=reason)
 
     def families(self, now: float) -> list[Family]:
         families: list[Family] = [
             ("build_info", {(("version", __version__),): 1}),
             ("slo_target_seconds", self._slo),
         ]
-        if self.news is not None and self._at is not None:
+        if self._newest is not None:
+            news = self._newest.news
             families += [
-                ("replicas_desired", {(): self.news.desired_replicas}),
-                ("replicas", {(("state", state),): n for state, n in self.news.states.items()}),
-                ("controller_age_seconds", {(): round(max(0.0, now - self._at), 3)}),
+                ("replicas_desired", {(): news.desired_replicas}),
+                ("replicas", {(("state", state),): n for state, n in news.states.items()}),
+                ("controller_age_seconds", {(): round(max(0.0, now - self._newest.at), 3)}),
             ]
         return families
 

@@ -50,10 +50,9 @@ function drawHeader(snapshot) {
   setText($("clock"), showTime(snapshot.at));
 }
 
-function showLink(state, text, problem = "") {
+function showLink(state, text) {
   const before = $("link").dataset.state;
   $("link").dataset.state = state;
-  $("link").title = problem;
   setText($("link-text"), state === "key" ? "needs a key" : text);
   if (state === "key") showKeyForm(text);
   if (state === "lost" && before === "live") say("Connection lost, trying again.");

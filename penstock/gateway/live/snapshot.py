@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from penstock import __version__
 from penstock.gateway.config import GatewayConfig
+from penstock.gateway.cost import key_uses
 from penstock.gateway.live.history import QUANTILE_S, LiveHistory, Sample, Span, finite, take_sample
 from penstock.gateway.workers.reports import WorkerReport
 from penstock.wire.announcement import GatewayView, ReplicaView
@@ -98,6 +99,8 @@ def make_snapshot(moment: Moment, history: LiveHistory, config: GatewayConfig) -
             round(kept.n_ttft_kept / kept.n_ttft, 5) if kept.n_ttft else None,
             round(kept.n_tpot_kept / kept.n_tpot, 5) if kept.n_tpot else None,
         ),
+        cost=history.cost(config.gpu_hour_usd),
+        keys=key_uses(moment.report.families, config.gpu_hour_usd),
         slow=moment.report.slow,
         events=news.events if news is not None else (),
     )

@@ -13,27 +13,36 @@ const LIVE = `${HERE}/live`;
 const METRICS = HERE.replace(/\/[^/]*$/, "/metrics");
 const KEY_NAME = `penstock-key:${HERE}`; // several deployments may share a host
 
+// The key that the address came with, or that this tab keeps.
 function takeKey() {
   const key = new URLSearchParams(location.hash.slice(1)).get("key");
   if (key) {
-    sessionStorage.setItem(KEY_NAME, key);
+    keepKey(key);
     history.replaceState(null, "", location.pathname + location.search);
   }
-  return key || sessionStorage.getItem(KEY_NAME);
+  return key || stored((storage) => storage.getItem(KEY_NAME));
 }
 
 function keepKey(key) {
-  if (key) sessionStorage.setItem(KEY_NAME, key);
-  else sessionStorage.removeItem(KEY_NAME);
+  stored((storage) => (key ? storage.setItem(KEY_NAME, key) : storage.removeItem(KEY_NAME)));
+}
+
+function stored(action) {
+  try {
+    return action(sessionStorage);
+  } catch {
+    return null; // a browser without cookies has no storage either
+  }
 }
 
 class KeyNeeded extends Error {}
+class Refused extends Error {}
 
 async function ask(url, key, signal) {
   const headers = key ? { authorization: `Bearer ${key}` } : {};
   const response = await fetch(url, { headers, signal, cache: "no-store" });
   if (response.status === 401 || response.status === 403) throw new KeyNeeded(key ? "refused" : "missing");
-  if (!response.ok) throw new Error(`the gateway answered ${response.status}`);
+  if (!response.ok) throw new Refused(`the gateway answered ${response.status}`);
   return response;
 }
 
@@ -86,7 +95,7 @@ class Live {
   async connect() {
     const abort = (this.abort = new AbortController());
     let silence = 0;
-    let problem = "the gateway ended the stream";
+    let problem = "connection lost";
     const heard = (ms) => {
       clearTimeout(silence);
       silence = setTimeout(() => abort.abort(), ms);
@@ -116,7 +125,7 @@ class Live {
         this.on.state("key", error.message);
         return;
       }
-      problem = error.message;
+      if (error instanceof Refused) problem = error.message;
       this.polls = error.name === "AbortError" && !isHeard && !this.polls;
     }
     clearTimeout(silence);
@@ -126,7 +135,7 @@ class Live {
       return;
     }
     const wait = Math.min(LONGEST_WAIT_MS, 1000 * 2 ** this.failures++) * (0.75 + Math.random() / 4);
-    this.on.state("lost", `connection lost, trying again in ${Math.ceil(wait / 1000)} s`, problem);
+    this.on.state("lost", `${problem}, trying again in ${Math.ceil(wait / 1000)} s`);
     this.timer = setTimeout(() => this.connect(), wait);
   }
 }
