@@ -13,7 +13,7 @@ import yaml
 from penstock.hardware import Machine
 from penstock.planner.engine_versions import NEWEST
 from penstock.spec.blocks import Kubernetes
-from penstock.spec.deployment import Cache, Deployment, EngineSpec, GatewaySpec, Hardware, Replicas
+from penstock.spec.deployment import Cache, Deployment, EngineSpec, GatewaySpec, Hardware, Observe, Replicas
 from penstock.targets.kubernetes import capacity, checks, rights
 from penstock.targets.kubernetes.api import Api, ApiError
 from penstock.targets.kubernetes.objects import Object, labels
@@ -254,6 +254,20 @@ def test_kinds_of_operators_must_be_known(block: dict[str, Any], kind: str, path
     assert problem.startswith(f"{path}: this cluster has no kind {kind}")
     api.kinds = {kind}
     assert found(api, deployment(block=block)) == []
+
+
+def test_rules_need_something_that_reads_them_and_a_prometheus_of_ours_nothing() -> None:
+    api = StubApi(Node=[node("a")])
+    (problem,) = found(api, deployment(observe=Observe(prometheus=True)))
+    assert problem.startswith("observe.prometheus: nothing in this cluster reads rules of Prometheus")
+    api.kinds = {"PrometheusRule"}
+    assert found(api, deployment(observe=Observe(prometheus=True))) == []
+    wanted = deployment(observe=Observe(prometheus=True, port=9090), block={"monitoring": "none"})
+    first, second = (str(row) for row in checks.file_problems(wanted) if row.path.startswith("observe"))
+    assert first.startswith(
+        "observe.prometheus: the cluster's Prometheus gets no rules with kubernetes.monitoring: none"
+    )
+    assert second.startswith("observe.port: the cluster's own Prometheus watches here")
 
 
 # ---- storage, security, quota ----------------------------------------------------------------------------------------

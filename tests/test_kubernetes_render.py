@@ -39,7 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "gateway": {"auth": "keys", "store": "postgresql://penstock@ledger/penstock"},
     },
     "weights-and-metrics": {
-        **SMALL, "replicas": 2,
+        **SMALL, "replicas": 2, "observe": {"prometheus": True},
         "kubernetes": {"storage_class": "shared", "hub_token_secret": "hub", "monitoring": "operator"},
     },
 }  # fmt: skip

@@ -26,6 +26,10 @@ def cluster(gateway: Any = None, hardware: Any = None, **block: Any) -> Deployme
     return deployment(name="llm", target="kubernetes", kubernetes=block, gateway=gateway or {}, hardware=hardware or {})
 
 
+def watched(**block: Any) -> Deployment:
+    return deployment(name="llm", target="kubernetes", kubernetes=block, observe={"prometheus": True})
+
+
 def only(entries: list[Object], kind: str) -> Object:
     [entry] = [entry for entry in entries if entry["kind"] == kind]
     return entry
@@ -312,6 +316,16 @@ def test_monitors_are_those_of_the_clusters_prometheus(flavour: monitoring.Kinds
     assert bool(monitoring.scrape_annotations(flavour)) == (flavour == "annotations")
 
 
+@pytest.mark.parametrize(("flavour", "kind"), [("google", "Rules"), ("operator", "PrometheusRule"), ("none", None)])
+def test_rules_come_with_the_monitors_where_they_are_asked_for(flavour: monitoring.Kinds, kind: str | None) -> None:
+    wanted = watched(labels={"release": "prometheus"})
+    found = [row for row in monitoring.monitors(wanted, flavour) if row["metadata"]["name"] == "llm-rules"]
+    assert [row["kind"] for row in found] == ([] if kind is None else [kind])
+    for row in found:
+        assert row["metadata"]["labels"]["release"] == "prometheus"
+        assert "PenstockNoReplica" in str(row["spec"]["groups"])
+
+
 @pytest.mark.parametrize("flavour", ["google", "operator"])
 def test_pages_are_scraped_with_the_scrape_key_and_series_name_their_replica(flavour: monitoring.Kinds) -> None:
     wanted = cluster(labels={"release": "prometheus"})
@@ -355,6 +369,9 @@ def test_objects_are_legal_in_the_oldest_and_the_newest_kubernetes(shape: str) -
         *monitoring.monitors(wanted, "google"),
         *monitoring.monitors(wanted, "operator"),
     ]
+    if shape == "inside":
+        both = [*monitoring.monitors(watched(), "google"), *monitoring.monitors(watched(), "operator")]
+        rows += [row for row in both if row["metadata"]["name"] == "llm-rules"]
     assert schemas.problems_of(rows) == []
 
 

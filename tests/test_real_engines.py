@@ -23,11 +23,12 @@ import pytest
 import yaml
 from dashboard_queries import all_queries, queries
 from prometheus_rig import Prometheus
+from trace_collector import TraceCollector
 
 from penstock import processes
 from penstock.deployment import metrics
 from penstock.engines.vllm.names import RUNNING
-from penstock.observe.boards import OPERATIONS
+from penstock.observe.boards.operations import OPERATIONS
 from penstock.run_folder import Run
 from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS, TEMPERATURE, DemoPrompt
 from penstock.wire.client import Chunk, Client, Reply
@@ -193,14 +194,22 @@ SETTINGS = (
     """engine.args.structured-outputs-config='{"backend":"xgrammar","disable_any_whitespace":true}'""",
     "observe={prometheus: true, grafana: true}",
     "workload={ttft_ms: 30000, tpot_ms: 10000}",
+    "engine.env.OTEL_BSP_SCHEDULE_DELAY=200",  # milliseconds, in place of 5 s
 )
 FLAGS = {"vllm": tuple(word for setting in SETTINGS for word in ("--set", setting))}
 ENGINES = [pytest.param("llamacpp", marks=pytest.mark.llamacpp), pytest.param("vllm", marks=pytest.mark.vllm)]
 
 
+@pytest.fixture(scope="module")
+def collector() -> Iterator[TraceCollector]:
+    with TraceCollector() as running:
+        yield running
+
+
 @pytest.fixture(scope="module", params=ENGINES)
-def live(request: pytest.FixtureRequest) -> Iterator[Live]:
-    with deployed(request.param, f"real-{request.param}", *FLAGS.get(request.param, ())) as running:
+def live(request: pytest.FixtureRequest, collector: TraceCollector) -> Iterator[Live]:
+    traces = ("--set", f"gateway.traces.endpoint={collector.url}")
+    with deployed(request.param, f"real-{request.param}", *FLAGS.get(request.param, ()), *traces) as running:
         yield running
 
 
@@ -318,6 +327,29 @@ def test_every_query_of_the_dashboards_has_an_answer(live: Live) -> None:
     assert [(title, prometheus.ask(expr)[0][1]) for title, expr in tiles] == [
         *(("Replicas", 1.0), ("Replicas", 1.0), ("Failed", 0.0), ("TTFT kept", 1.0))
     ]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("live", ENGINES[1:], indirect=True)
+def test_the_span_of_vllm_hangs_below_that_of_the_gateway(live: Live, collector: TraceCollector) -> None:
+    trace_id = os.urandom(16).hex()
+    headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
+    live.openai.completions.create(model=live.name, prompt="Singapore is a", max_tokens=4, extra_headers=headers)
+    deadline = time.monotonic() + 15
+    while len(spans := collector.spans(trace_id)) < 2:
+        assert time.monotonic() < deadline, spans
+        time.sleep(0.1)
+    (ours,) = [span for span in spans if span.parent_id == "00f067aa0ba902b7"]
+    (theirs,) = [span for span in spans if span is not ours]
+    assert (ours.name, theirs.parent_id) == (f"text_completion {live.name}", ours.span_id)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("live", ENGINES[1:], indirect=True)
+def test_promised_latencies_are_bounds_of_the_histograms_of_vllm(live: Live) -> None:
+    page = live.command("metrics", "--deployment", live.name, "--engines").stdout
+    bounds = re.findall(r'^vllm:(inter_token_latency|time_to_first_token)_seconds_bucket\{.*le="([^"]+)"', page, re.M)
+    assert {("inter_token_latency", "0.002"), ("time_to_first_token", "30.0")} <= set(bounds)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_a_held_tunnel_that_breaks_is_an_error(calls: Path, port: int, monkeypat
 
     monkeypatch.setattr(cli_remote, "_LOOK_S", 0.01)
     with pytest.raises(PenstockError) as caught:
-        cli_remote._hold(gateway._replace(tunnel=opened), port)
+        cli_remote._hold_open(gateway._replace(tunnel=opened), port)
     error = caught.value
     assert (error.message, error.exit_code) == ('lost the tunnel to login node "login"', 1)
     assert error.detail is not None and error.detail.endswith("client_loop: send disconnect: Broken pipe")

@@ -8,7 +8,6 @@ import html
 import os
 import sys
 import webbrowser
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
@@ -41,28 +40,36 @@ def register(parser: argparse.ArgumentParser) -> None:
     arguments.complete(parser, _run, ("penstock dashboard", "penstock dashboard qwen --no-open"))
 
 
-def address_of(run: Run) -> PageAddress:
-    """Where this machine's browser reaches the page.  Raises UserError when the deployment is down."""
+def key_of(run: Run) -> str | None:
+    """What reads its page; None where none is needed."""
     from penstock.wire.announcement import engine_key, scrape_key
 
+    return scrape_key(engine_key(run.admin_token())) if run.deployment().gateway.auth == "keys" else None
+
+
+def address_of(run: Run) -> PageAddress:
+    """Where this machine's browser reaches the page.  Raises UserError when the deployment is down."""
     if run.is_ended():
         raise UserError(f'cannot show deployment "{run.name}": it is down', hint="penstock ls")
-    needs_key = run.deployment().gateway.auth == "keys"
-    return PageAddress(f"{run.url}/dashboard", scrape_key(engine_key(run.admin_token())) if needs_key else None)
+    return PageAddress(f"{run.url}/dashboard", key_of(run))
+
+
+def show(options: argparse.Namespace, run: Run, address: PageAddress) -> None:
+    """Open the page, or print where it is. `run`: one on a login node has no folder here."""
+    if options.json:
+        print_json(address._asdict())
+    elif not options.no_open and _has_display() and _open(run, address):
+        print_step(f"opened {address.url} (`penstock dashboard {run.name} --no-open` prints it with its key)")
+    else:
+        print(address.link, flush=True)
+        _explain(address)
 
 
 def _run(options: argparse.Namespace) -> int:
     from penstock import run_folder
 
     run = run_folder.choose(options.name)
-    address = address_of(run)
-    if options.json:
-        print_json(address._asdict())
-    elif not options.no_open and _has_display() and _open(run, address):
-        print_step(f"opened {address.url} (`penstock dashboard {run.name} --no-open` prints it with its key)")
-    else:
-        print(address.link)
-        _explain(address)
+    show(options, run, address_of(run))
     return 0
 
 
@@ -77,13 +84,13 @@ def _has_display() -> bool:
 
 def _open(run: Run, address: PageAddress) -> bool:
     """Opens a file of the user's that leads to the page: everyone on the machine can read a browser's command line."""
-    from penstock.paths import write_atomically
+    from penstock.paths import home, write_atomically
 
-    file = run.admin_token_file.with_name("dashboard.html")
+    file = run.admin_token_file.with_name("dashboard.html") if run.exists() else home() / f"dashboard-{run.name}.html"
     link = html.escape(address.link)
     text = f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={link}"><title>...</title>'
     write_atomically(file, text.encode(), mode=0o600)
-    return webbrowser.open(Path(file).as_uri())
+    return webbrowser.open(file.as_uri())
 
 
 def _explain(address: PageAddress) -> None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
 _WITH_FILE = ("up", "render", "doctor")
 _THROUGH_TUNNEL = ("chat", "bench serve")
+_HELD = ("tunnel", "dashboard")  # hold a tunnel open until Ctrl-C
 _IN_STORE = ("keys", "usage")
-_WITH_NAME = ("status", "logs", "down", "scale", "tunnel", *_IN_STORE, *_THROUGH_TUNNEL)
+_BY_FLAG = ("metrics", *_IN_STORE)  # name their deployment by --deployment
+_WATCHING = ("top", "events", "requests", "metrics")
+_WITH_NAME = ("status", "logs", "down", "scale", *_HELD, *_IN_STORE, *_THROUGH_TUNNEL, *_WATCHING)
 _FLAGS = ("replace", "dry_run", "no_wait", "quick", "json")
 
 _ENDS = (signal.SIGINT, signal.SIGTERM)
@@ -35,13 +38,14 @@ _ANSWER_S = 60.0
 
 class _Gateway(NamedTuple):
     """A gateway elsewhere. `place`: what a tunnel leads to, for people. `inside`: the command that runs `keys` or
-    `usage` next to it. `url`: where this machine reaches it without a tunnel."""
+    `usage` next to it. `page_key`: that of its live page. `url`: where this machine reaches it without a tunnel."""
 
     name: str
     place: str
     needs_key: bool
     tunnel: Callable[[int], AbstractContextManager[Tunnel]]
     inside: Callable[[Sequence[str], bool], list[str]]
+    page_key: Callable[[], str | None]
     url: str | None = None
 
 
@@ -107,7 +111,7 @@ def _with_name(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
         return None
     name = names[0]
     login = remote.remembered(name)
-    if login is not None and options.verb_name not in ("tunnel", *_THROUGH_TUNNEL):
+    if login is not None and options.verb_name not in (*_HELD, *_THROUGH_TUNNEL):
         return remote.run(login, list(argv) if typed else _named(argv, options, name), _is_terminal())
     port = _port(options)
     gateway = _in_target(_run_of(name), options.verb_name) if login is None else _on_login_node(login, name)
@@ -115,7 +119,11 @@ def _with_name(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
         return None
     if options.verb_name in _IN_STORE:
         return subprocess.call(gateway.inside(_without_deployment(argv), _is_terminal()))
-    return _hold(gateway, port) if options.verb_name == "tunnel" else _ask(gateway, port, options)
+    if options.verb_name == "dashboard":
+        return _show_page(gateway, port, options)
+    if options.verb_name == "tunnel":
+        return _hold_open(gateway, port)
+    return _ask(gateway, port, options)
 
 
 def _port(options: argparse.Namespace) -> int:
@@ -128,6 +136,10 @@ def _typed_name(options: argparse.Namespace) -> str | None:
     """The deployment that the command line names."""
     if options.verb_name == "scale":
         return options.words[0] if len(options.words) > 1 else None
+    if options.verb_name == "top":
+        return options.names[0] if len(options.names) == 1 else "" if options.names else None
+    if options.verb_name == "metrics":
+        return "" if options.names else options.deployment
     if options.verb_name in _IN_STORE:
         return (
             "" if options.store or (not options.deployment and "PENSTOCK_STORE" in os.environ) else options.deployment
@@ -143,7 +155,7 @@ def _named(argv: Sequence[str], options: argparse.Namespace, name: str) -> list[
     if options.verb_name == "scale":
         at = list(argv).index("scale") + 1
         return [*argv[:at], name, *argv[at:]]
-    if options.verb_name in _IN_STORE:
+    if options.verb_name in _BY_FLAG:
         return [*argv, "--deployment", name]
     return [*argv, name]
 
@@ -164,14 +176,28 @@ def _on_login_node(login: Login, name: str) -> _Gateway:
         needs_key,
         lambda port: remote.tunnel(login, url, port),
         lambda words, is_terminal: remote.argv(login, [*words, "--deployment", name], is_terminal),
+        lambda: _page_key_on(login, name),
     )
+
+
+def _page_key_on(login: Login, name: str) -> str | None:
+    from penstock.targets import login as remote
+
+    argv = remote.argv(login, ["dashboard", name, "--json"], False)
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S)
+    if done.returncode != 0:
+        why = (done.stderr or done.stdout).strip()[-500:] or None
+        raise PenstockError(f'could not read the key of the page of "{name}"', detail=why)
+    key: str | None = json.loads(done.stdout)["key"]
+    return key
 
 
 def _in_target(run: Run | None, verb: str) -> _Gateway | None:
     """The gateway that this verb needs in the deployment's target; None where it is reached without help."""
     from penstock import targets
+    from penstock.cli import dashboard
 
-    if run is None or verb not in ("tunnel", *_IN_STORE, *_THROUGH_TUNNEL):
+    if run is None or verb not in (*_HELD, *_IN_STORE, *_THROUGH_TUNNEL):
         return None
     target = targets.load(run.record().target)
     if "tunnels" not in target.capabilities:
@@ -184,22 +210,9 @@ def _in_target(run: Run | None, verb: str) -> _Gateway | None:
         run.deployment().gateway.auth == "keys",
         lambda port: target.tunnel(run, port),
         lambda words, is_terminal: target.inside(run, words, is_terminal),
+        lambda: dashboard.key_of(run),
         run.public_url,
     )
-
-
-@contextlib.contextmanager
-def reachable_url(run: Run) -> Iterator[str]:
-    """The URL of a deployment's gateway as this machine reaches it, for as long as the block lasts."""
-    from penstock import targets
-    from penstock.targets.tunnel import local_port
-
-    target = targets.load(run.record().target)
-    if run.public_url is not None or "tunnels" not in target.capabilities:
-        yield run.url
-        return
-    with target.tunnel(run, local_port(None)) as tunnel:
-        yield tunnel.url
 
 
 def _run_of(name: str) -> Run | None:
@@ -245,9 +258,32 @@ def _owner_key(gateway: _Gateway) -> str:
     )
 
 
-def _hold(gateway: _Gateway, port: int) -> int:
+def _show_page(gateway: _Gateway, port: int, options: argparse.Namespace) -> int:
+    """Open the live page, through a tunnel where that is needed."""
+    from penstock import paths, run_folder
+    from penstock.cli import dashboard
+
+    def show(url: str) -> None:
+        dashboard.show(options, run, dashboard.PageAddress(f"{url}/dashboard", key))
+
+    run = run_folder.Run(paths.home() / "runs" / gateway.name)
+
+    key = gateway.page_key()
+    if gateway.url is None:
+        return _hold(gateway, port, f"dashboard {gateway.name}", show)
+    show(gateway.url)
+    return 0
+
+
+def _hold_open(gateway: _Gateway, port: int) -> int:
+    again = f"tunnel {gateway.name} --port {port}"
+    return _hold(gateway, port, again, lambda url: print(f"{gateway.name} is at {url}/v1 until Ctrl-C", flush=True))
+
+
+def _hold(gateway: _Gateway, port: int, again: str, begin: Callable[[str], None]) -> int:
+    """A tunnel until Ctrl-C; `begin` gets its URL. `again`: the verb that opens another one."""
     with gateway.tunnel(port) as tunnel:
-        print(f"{gateway.name} is at {tunnel.url}/v1 until Ctrl-C", flush=True)
+        begin(tunnel.url)
         is_over = threading.Event()
         for number in _ENDS:
             signal.signal(number, lambda *_: is_over.set())
@@ -257,7 +293,7 @@ def _hold(gateway: _Gateway, port: int) -> int:
                 raise PenstockError(
                     f"lost the tunnel to {gateway.place}",
                     detail=stderr or None,
-                    hint=f"Run it again: penstock tunnel {gateway.name} --port {port}",
+                    hint=f"Run it again: penstock {again}",
                     is_retryable=True,
                 )
     return 0

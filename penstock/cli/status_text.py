@@ -198,7 +198,7 @@ def _part_row(name: str, part: Part) -> tuple[str, str, str, str, str]:
 
 def _prometheus(part: Part) -> str:
     if part.url is None or part.state == "gone":
-        return part.note or "not running"
+        return part.note or (f"restarting: {part.restarts[-1].reason}" if part.restarts else "starting")
     return part.url if part.note is None else f"{part.url} on {part.note}"
 
 

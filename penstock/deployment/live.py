@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from penstock.deployment.observe import gateways
+from penstock.deployment.reachable import monitors
 from penstock.errors import PenstockError
 from penstock.run_folder import Run
 from penstock.wire.client import Client
@@ -15,6 +15,7 @@ from penstock.wire.gateways import ask_each
 from penstock.wire.live import N_SLOW, History, Rates, ReplicaLive, Snapshot
 
 _PATH = "/dashboard/live"
+_ONCE_S = 3.0
 _SILENT_S = 10.0  # a snapshot comes each second
 _AGAIN_S = 1.0
 # What each gateway counts of its own requests; of the rest all know the same.
@@ -23,13 +24,13 @@ _WORST = ("ttft_s_p50", "ttft_s_p99", "itl_s_p50", "itl_s_p99")
 
 
 def snapshot(run: Run) -> Snapshot:
-    """The deployment now, all gateways together. Blocks for two seconds at most.
+    """The deployment now, all gateways together. Blocks for a few seconds at most, with a tunnel for some more.
 
     Raises a PenstockError, which is retryable, when no gateway answers.
     """
     try:
-        answers = ask_each(gateways(run), _get_once)
-        return joined([msgspec.convert(answer, Snapshot) for answer in answers])
+        with monitors(run, _ONCE_S) as gateways:
+            return joined([msgspec.convert(answer, Snapshot) for answer in ask_each(gateways, _get_once)])
     except (PenstockError, msgspec.MsgspecError) as exc:
         raise _explain(run, exc) from exc
 
@@ -52,16 +53,16 @@ def follow(run: Run, sleep: Callable[[float], None] = time.sleep) -> Iterator[Hi
 
 
 def _read(run: Run) -> Iterator[History | Snapshot]:
-    several = gateways(run)
-    if len(several) > 1:
-        several = ask_each(several, lambda gateway: (gateway.get_json("/admin/health"), gateway)[1])
-    first, *others = several
-    for event in Client(first.base_url, first.api_key, _SILENT_S).get_events(_PATH):
-        if event.name == "history":
-            yield msgspec.json.decode(event.data, type=History)
-        elif event.name == "snapshot":
-            own = msgspec.json.decode(event.data, type=Snapshot)
-            yield joined([own, *_ask(others)]) if others else own
+    with monitors(run, _SILENT_S) as several:
+        if len(several) > 1:
+            several = ask_each(several, lambda gateway: (_get_once(gateway), gateway)[1])
+        first, *others = several
+        for event in first.get_events(_PATH):
+            if event.name == "history":
+                yield msgspec.json.decode(event.data, type=History)
+            elif event.name == "snapshot":
+                own = msgspec.json.decode(event.data, type=Snapshot)
+                yield joined([own, *_ask(others)]) if others else own
 
 
 def _ask(several: Sequence[Client]) -> list[Snapshot]:

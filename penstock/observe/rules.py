@@ -92,7 +92,7 @@ def groups(deployment: Deployment) -> tuple[Group, ...]:
 
 def plain(rules: tuple[Group, ...]) -> dict[str, Any]:
     """The rule file of Prometheus, which is also the `spec` of a PrometheusRule and of GMP's Rules."""
-    return {"groups": msgspec.to_builtins(rules)}
+    return {"groups": msgspec.json.decode(msgspec.json.encode(rules))}
 
 
 def to_yaml(rules: tuple[Group, ...]) -> str:
@@ -298,7 +298,7 @@ def _parts() -> Iterator[_Alert]:
     )  # fmt: skip
     yield _Alert(
         "PenstockTargetDown", "target-down", "page", "2m",
-        'up{@,job!="dcgm"} == 0',
+        'up{@,job=~"penstock|engines|.*-gateway"} == 0',
         "{{ $labels.instance }} cannot be scraped",
         "For 2 minutes Prometheus could not read {{ $labels.instance }} ({{ $labels.job }}): the gateway is gone or"
         " hangs, and alerts that need its metrics are silent.",

@@ -192,8 +192,7 @@ def _place(options: argparse.Namespace, deployment: Deployment | None, tensor: i
     import msgspec
 
     from penstock import run_folder
-    from penstock.cli import remote
-    from penstock.deployment import start, stop
+    from penstock.deployment import reachable, start, stop
     from penstock.spec.deployment import Parallel
 
     name = f"{deployment.name[:50]}-bench"
@@ -209,7 +208,7 @@ def _place(options: argparse.Namespace, deployment: Deployment | None, tensor: i
     run = run_folder.find(name)
     try:
         start.wait_ready(run, lambda _: None)
-        with remote.reachable_url(run) as url:
+        with reachable.url(run) as url:
             yield Place(url, name, started.key, deployment.model, name)
     finally:
         with start.ctrl_c_ignored():

@@ -63,8 +63,8 @@ _KINDS = {
     "gateway.networking.k8s.io/v1": "HTTPRoute Gateway",
     "inference.networking.k8s.io/v1": "InferencePool",
     "networking.gke.io/v1": "GCPBackendPolicy",
-    "monitoring.googleapis.com/v1": "PodMonitoring",
-    "monitoring.coreos.com/v1": "ServiceMonitor PodMonitor",
+    "monitoring.googleapis.com/v1": "PodMonitoring Rules",
+    "monitoring.coreos.com/v1": "ServiceMonitor PodMonitor PrometheusRule",
 }
 
 
@@ -79,7 +79,7 @@ class Kind(NamedTuple):
 def _plural(kind: str) -> str:
     """ "Ingress" -> "ingresses", "NetworkPolicy" -> "networkpolicies", "Endpoints" -> "endpoints"."""
     word = kind.lower()
-    if word == "endpoints":
+    if word in ("endpoints", "rules"):
         return word
     return word[:-1] + "ies" if word.endswith("cy") else word + ("es" if word.endswith("ss") else "s")
 

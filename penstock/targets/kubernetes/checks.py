@@ -13,7 +13,7 @@ import msgspec
 
 from penstock.errors import Problem, UserError
 from penstock.hardware import Machine
-from penstock.spec.deployment import Deployment
+from penstock.spec.deployment import Deployment, Observe
 from penstock.targets import machines_of_file
 from penstock.targets.kubernetes import capacity, objects, pods, quota, rights, traffic, weights
 from penstock.targets.kubernetes.api import Api, ApiError
@@ -53,7 +53,19 @@ def file_problems(deployment: Deployment) -> list[Problem]:
         *_own_problems(deployment),
         *traffic.problems(deployment),
         *weights.problems(deployment),
+        *_observe_problems(deployment),
     ]
+
+
+def _observe_problems(deployment: Deployment) -> Iterator[Problem]:
+    """The cluster's own Prometheus watches: what is about one of ours means nothing there."""
+    observe, block = deployment.observe, block_of(deployment)
+    if observe.prometheus and block.monitoring in ("annotations", "none"):
+        message = f"the cluster's Prometheus gets no rules with kubernetes.monitoring: {block.monitoring}"
+        yield Problem("observe.prometheus", message, "set kubernetes.monitoring: operator, or google")
+    for field in ("prometheus_binary", "port", "retention", "retention_size", "remote_write"):
+        if getattr(observe, field) != getattr(Observe(), field):
+            yield Problem(f"observe.{field}", "the cluster's own Prometheus watches here", "remove it")
 
 
 def _block_problems(deployment: Deployment) -> Iterator[Problem]:
@@ -274,6 +286,10 @@ def _annotation(row: Object, key: str) -> str | None:
 def _kind_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
     """Kinds of objects that an operator brings."""
     block = block_of(deployment)
+    readers = (("monitoring.googleapis.com/v1", "Rules"), ("monitoring.coreos.com/v1", "PrometheusRule"))
+    if deployment.observe.prometheus and not any(api.knows(*reader) for reader in readers):
+        hint = "install Prometheus's operator, or remove it"
+        yield Problem("observe.prometheus", "nothing in this cluster reads rules of Prometheus", hint)
     for is_wanted, path, api_version, kind, install in (
         (block.shape == "lws", "shape", "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "https://lws.sigs.k8s.io"),
         (block.expose == "HTTPRoute", "expose", "gateway.networking.k8s.io/v1", "HTTPRoute", "the Gateway API"),

@@ -17,6 +17,7 @@ from penstock.targets.kubernetes.view import wait
 _KINDS = (
     *("Deployment", "StatefulSet", "LeaderWorkerSet", "Job", "Ingress", "HTTPRoute", "InferencePool", "Service"),
     *("PodDisruptionBudget", "NetworkPolicy", "GCPBackendPolicy", "PodMonitoring", "ServiceMonitor", "PodMonitor"),
+    *("PrometheusRule", "Rules"),
     *("RoleBinding", "Role", "ServiceAccount", "Secret", "PersistentVolumeClaim", "ConfigMap"),
 )
 TARGET = "kubernetes"

@@ -1,4 +1,4 @@
-"""How Prometheus finds the pages of gateway and engines. Pure.
+"""How Prometheus finds the pages of gateway and engines, and which rules it gets. Pure.
 
 Both want the scrape key: Secret NAME-scrape, key "token". It opens what watchers read, and changes nothing.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from penstock.observe import rules
 from penstock.spec.deployment import Deployment
 from penstock.targets.kubernetes import objects
 from penstock.targets.kubernetes.objects import GATEWAY_PORT, INSTANCE, REPLICA, Object, block_of, build
@@ -26,7 +27,8 @@ _FIRST = {
 
 
 def monitors(deployment: Deployment, kinds: Kinds) -> list[Object]:
-    """One monitor for the gateway's pods and one for the engines', with the labels `deployment` and `replica`.
+    """One monitor for the gateway's pods and one for the engines', with the labels `deployment` and `replica`, and with
+    `observe.prometheus` the rules and alerts.
 
     They carry `kubernetes.labels` too: a Prometheus of the operator may take only those with a certain label.
     """
@@ -37,6 +39,8 @@ def monitors(deployment: Deployment, kinds: Kinds) -> list[Object]:
     if deployment.engine.kind != "llamacpp":  # its page wants the engine's own key
         first = _FIRST[block.shape] if deployment.hardware.nodes > 1 else {}
         entries.append(monitor(deployment, "replica", first))
+    if deployment.observe.prometheus:
+        entries.append(_rules(deployment, kinds))
     for entry in entries:
         entry["metadata"]["labels"] = dict(block.labels) | entry["metadata"]["labels"]
     return [*entries, *(_collector_rights(deployment) if kinds == "google" else [])]
@@ -90,6 +94,13 @@ def _operator(deployment: Deployment, component: str, more: dict[str, str]) -> O
     spec = {"selector": selector, "podMetricsEndpoints": [endpoint]}
     kind = "monitoring.coreos.com/v1/PodMonitor"
     return build(kind, f"{deployment.name}-{component}", deployment, component, spec=spec)
+
+
+def _rules(deployment: Deployment, kinds: Kinds) -> Object:
+    # https://prometheus-operator.dev/docs/api-reference/api/#monitoring.coreos.com/v1.PrometheusRule
+    # https://github.com/GoogleCloudPlatform/prometheus-engine/blob/main/doc/api.md#rules
+    kind = "monitoring.googleapis.com/v1/Rules" if kinds == "google" else "monitoring.coreos.com/v1/PrometheusRule"
+    return build(kind, f"{deployment.name}-rules", deployment, spec=rules.plain(rules.groups(deployment)))
 
 
 def _of(component: str) -> dict[str, str]:

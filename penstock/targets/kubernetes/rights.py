@@ -58,7 +58,7 @@ def policy_rules(deployment: Deployment) -> list[Object]:
 
 
 def _rows(deployment: Deployment) -> Iterator[tuple[str, str, str]]:
-    block = block_of(deployment)
+    block, has_rules = block_of(deployment), deployment.observe.prometheus
     yield from _ALWAYS
     if deployment.cache.weights is None or not has_postgres(deployment):
         yield _ALL, "", "persistentvolumeclaims"
@@ -71,10 +71,10 @@ def _rows(deployment: Deployment) -> Iterator[tuple[str, str, str]]:
     if block.inference_pool:
         yield _ALL, "inference.networking.k8s.io", "inferencepools"
     if block.monitoring == "google":
-        yield _ALL, "monitoring.googleapis.com", "podmonitorings"
+        yield _ALL, "monitoring.googleapis.com", f"podmonitorings{' rules' if has_rules else ''}"
         yield "watch", "", "secrets"  # a Role may only give what its maker has
     if block.monitoring == "operator":
-        yield _ALL, "monitoring.coreos.com", "podmonitors servicemonitors"
+        yield _ALL, "monitoring.coreos.com", f"podmonitors servicemonitors{' prometheusrules' if has_rules else ''}"
 
 
 def missing(api: Api, rights: Iterable[Right]) -> list[Right]:
