@@ -66,7 +66,8 @@ def export(run: Run, folder: Path) -> None:
         host, is_near = socket.getfqdn(), False
     source = prometheus.Source(parts.scheme, None if is_near else ca_file, not is_near, parts.path)
     write_settings(run, folder, source)
-    address = f"[{host}]:{parts.port}" if ":" in host else f"{host}:{parts.port}"
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     texts = {prometheus.TARGETS: prometheus.targets(deployment, [address])}
     texts |= {prometheus.DCGM_TARGETS: prometheus.dcgm_targets(deployment, ())}
     texts |= dashboards(deployment.name)
