@@ -28,7 +28,7 @@ from trace_collector import TraceCollector
 from penstock import processes
 from penstock.deployment import metrics
 from penstock.engines.vllm.names import RUNNING
-from penstock.observe.boards import OPERATIONS
+from penstock.observe.boards.operations import OPERATIONS
 from penstock.run_folder import Run
 from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS, TEMPERATURE, DemoPrompt
 from penstock.wire.client import Chunk, Client, Reply
@@ -314,6 +314,7 @@ def test_every_query_of_the_dashboards_has_an_answer(live: Live) -> None:
     while not (prometheus.ask(f"rate({RUNNING}[30s])") and prometheus.ask("rate(penstock_requests_total[30s]) > 0")):
         assert "Seoul" in _seoul(live)
         assert time.monotonic() < deadline, "no two scrapes"
+    assert prometheus.ask(RUNNING)[0][0].items() >= {"deployment": live.name, "model_name": live.name}.items()
     river = next(row for row in DEMO_PROMPTS if "river" in row.prompt)
     while not prometheus.ask("rate(penstock_time_per_output_token_seconds_count[30s]) > 0"):
         messages = [{"role": "user", "content": river.prompt}]

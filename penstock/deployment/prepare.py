@@ -65,7 +65,8 @@ def prepare(
         if is_gateway_here and (existing is None or not _holds(existing, deployment)):
             network.check_port(deployment.gateway.host, deployment.gateway.port)
     with _kept(errors):
-        if is_controller_here and not (existing is not None and existing.deployment().observe == deployment.observe):
+        before = None if existing is None else existing.deployment().observe
+        if is_controller_here and not (before and before.prometheus and before.port == deployment.observe.port):
             network.check_port("127.0.0.1", deployment.observe.port, "observe.port")
     with _kept(errors):
         if not is_rehearsal:
