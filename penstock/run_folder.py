@@ -23,7 +23,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -178,6 +178,7 @@ class Run:
         self.artifact_path = path / "artifact"
         self.gateway_config = path / "gateway.json"
         self.events_file = path / "events.jsonl"
+        self.fetched_events_file = path / "fetched-events.jsonl"  # of a controller whose folder is elsewhere
         self.store_file = path / "store.sqlite"  # keys and usage, when the file names no other place
         self.admin_token_file = path / "secrets" / "admin-token"
         self.first_key_file = path / "secrets" / "first-key-hash"  # only where the target brings it to the gateway
@@ -310,11 +311,11 @@ class Run:
 
     def events(self, recent: bool = False) -> list[Event]:
         """What happened, the newest last, also to earlier launches of that name; `recent`: some hundreds of them."""
-        events = []
-        for line in kept_lines(self.events_file, _RECENT_BYTES if recent else None):
-            with contextlib.suppress(msgspec.MsgspecError):  # cut off by a full disk
-                events.append(msgspec.json.decode(line, type=Event))
-        return events
+        own, fetched = (
+            list(_decoded(kept_lines(file, _RECENT_BYTES if recent else None)))
+            for file in (self.events_file, self.fetched_events_file)
+        )
+        return sorted([*own, *fetched], key=lambda event: event.at) if fetched else own
 
     def _read(self, name: str, kind: type[T]) -> T:
         try:
@@ -336,6 +337,12 @@ class Run:
 
     def _write(self, name: str, value: object) -> None:
         write_atomically(self.path / name, msgspec.json.format(msgspec.json.encode(value), indent=2))
+
+
+def _decoded(lines: Sequence[bytes]) -> Iterator[Event]:
+    for line in lines:
+        with contextlib.suppress(msgspec.MsgspecError):  # cut off by a full disk
+            yield msgspec.json.decode(line, type=Event)
 
 
 def reachable(listen: str) -> str:

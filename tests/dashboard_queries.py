@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from penstock.observe import grafana
-from penstock.observe.boards import BOARDS
+from penstock.observe.boards.catalog import BOARDS
 from penstock.observe.panels import Board
 
 

@@ -120,6 +120,23 @@ def test_usage_by_what_is_asked_and_at_what_price(shell: Shell, tmp_path: Path) 
     assert "alice" in text and " $0.25" in text
 
 
+def test_usage_shows_what_the_gpus_cost_and_whose_tokens_they_made(shell: Shell, tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store.sqlite"))
+    now = time.time()
+    alice, bob = (store.keys.create(name, Limits(), now)[0] for name in ("alice", "bob"))
+    for number, (key, n_tokens) in enumerate(((alice, 2_000_000), (bob, 1_000_000))):
+        store.usage.add_rows("w", [row(number, at=now, key_id=key.id, prompt_tokens=n_tokens, output_tokens=0)])
+    store.usage.put_gpu_time({(int(now), "m"): (7200.0, 1800.0)}, 3.0)
+    store.close()
+    lines = as_json(shell, "usage", "--by", "key")
+    assert [line["gpu_cost_usd"] for line in lines] == [4.0, 2.0]
+    assert {(line["gpu_usd_per_million_tokens"], line["gpu_idle_share"]) for line in lines} == {(2.0, 0.75)}
+    head, *_, last = shell("usage", "--by", "key")[1].splitlines()
+    assert head.split()[-3:] == ["COST", "GPU", "COST"] and "$4.00" in shell("usage")[1]
+    assert last == "GPUs: 2.0 hours ready, 75% of them idle; $6.00, $2.00 per million tokens"
+    assert shell("usage", "--csv")[1].splitlines()[0].endswith("gpu_usd_per_million_tokens,gpu_idle_share")
+
+
 def test_usage_is_pruned_and_stays_the_same(shell: Shell, tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store.sqlite"))
     now = time.time()

@@ -18,7 +18,8 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from penstock.deployment.metrics import write_grafana
 from penstock.observe import export, google, grafana
-from penstock.observe.boards import BOARDS, INSTANCES
+from penstock.observe.boards.catalog import BOARDS
+from penstock.observe.boards.instances import INSTANCES
 from penstock.observe.names import samples
 from penstock.observe.panels import Board, Panel, Query
 

@@ -11,7 +11,9 @@ import pytest
 from dashboard_queries import queries
 from prometheus_rig import Prometheus, prometheus
 
-from penstock.observe.boards import BOARDS, OPERATIONS
+from penstock.observe.boards.capacity import CAPACITY
+from penstock.observe.boards.catalog import BOARDS
+from penstock.observe.boards.operations import OPERATIONS
 from penstock.observe.names import Row, rows
 from penstock.observe.panels import Board
 from penstock.observe.promql import DCGM
@@ -23,6 +25,7 @@ HOSTILE = 'a"b\\{c="d"}'
 VALUES = {
     "outcome": ("complete", "broken"), "code": ("200", "503"), "kind": ("prompt", "output"), "metric": ("ttft", "tpot"),
     "replica": ("0", "1"), "state": ("ready",), "clock": ("sm",), "node": ("n1",), "gpu": ("0",), "model": (HOSTILE,),
+    "key": (HOSTILE, "k"),
 }  # fmt: skip
 OF_GPUS = [row.name for row in rows() if "uuid" in row.labels]
 BOUNDS = ("0.1", "1.0", "+Inf")
@@ -130,5 +133,9 @@ def test_values_are_those_of_the_pages(filled: Prometheus) -> None:
         "GPU use": 1.0,
     }
     assert {title: values[title] for title in expected} == pytest.approx(expected, rel=0.01)
+    cost = dict(reversed(queries(CAPACITY)))
+    by_key = {labels["key"]: value for labels, value in filled.ask(asked(cost["Cost by key"], "made"))}
+    half = filled.ask(asked(cost["Cost per hour"], "made"))[0][1] / 2
+    assert by_key == pytest.approx({HOSTILE: half, "k": half}, rel=0.05), "two keys alike"
     models = filled.ask('sum by (model) (penstock_requests_total{deployment="made"})')
     assert [labels["model"] for labels, _ in models] == [HOSTILE]

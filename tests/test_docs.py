@@ -77,21 +77,21 @@ NO_MESSAGES = ("penstock/testing/", "penstock/bench/datasets/tokenizers.py")
 # Plain words that module names may use beyond the glossary.
 PLAIN = """
 access addresses admin agent amx announcer api archive arguments arrivals
-blocks board body bootstrap bundle
+blocks board boards body bootstrap bundle
 calibrate calibration capacity catalog changes checks child collectives compare compiled completion config
-conformance connections cpu
+conformance connections cost cpu
 dashboard decide dense detached detect doctor driver
-ending entry errors estimate event examine exchanges explain export
+ending entry errors estimate event examine exchanges explain export expressions
 facts fake fetch fields figures fit flags folder forwarding
 google grafana guard
 health history host html http1 hub hybrid
-init inputs install
+init inputs install instances
 kernel key
 leader leftovers levers library lifecycle limits lines link listener live liveness local locks login loop
 main manifests measured member merge metric middleware monitoring
 network nvml
-objects observe offline openssh options origins overhead
-panels parent parse paths placed placement placing planning pod pods policies prepare progress prometheus
+objects observe offline operations openssh options origins overhead
+panels parent parse paths placed placement placing planning pod pods policies prepare price progress prometheus
 promql public
 queries queue quota
 ranges reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses retries

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +13,8 @@ from samples import NOW, deployment, run_folder, told
 from penstock.cli import keys, main
 from penstock.deployment import events
 from penstock.deployment.controller.changes import Noted, changes, noted_of
-from penstock.run_folder import Desired, Part, ReplicaStatus, Run, State
+from penstock.run_folder import Artifact, Desired, Part, ReplicaStatus, Run, State
+from penstock.targets.kubernetes import folder, objects
 from penstock.wire.announcement import Restart
 from penstock.wire.live import Event
 
@@ -127,6 +129,8 @@ def test_new_events_are_followed_until_the_end(monkeypatch: pytest.MonkeyPatch) 
     for number in range(3):
         run.add_event("scale", f"{number}")
 
+    late = msgspec.json.encode(Event(NOW - 9e8, "replica ready", "late")) + b"\n"
+
     def last_step() -> None:
         run.add_event("scale", "5")
         ended(run)
@@ -135,12 +139,32 @@ def test_new_events_are_followed_until_the_end(monkeypatch: pytest.MonkeyPatch) 
         lambda: run.add_event("scale", "3"),
         lambda: run.events_file.replace(run.path / "events.1.jsonl"),
         lambda: run.add_event("scale", "4"),
+        lambda: run.fetched_events_file.write_bytes(late),
         lambda: run.events_file.write_bytes(b"".join(run.events_file.read_bytes().splitlines(True)[-1:])),
         last_step,
     ]
     monkeypatch.setattr("time.sleep", lambda _: steps.pop(0)())
-    assert [event.text for event in events.followed(run, last=2)] == ["1", "2", "3", "4", "5"]
+    assert [event.text for event in events.followed(run, last=2)] == ["1", "2", "3", "4", "late", "5"]
     assert steps == []
+
+
+def test_what_verbs_noted_here_stays_next_to_what_a_controller_elsewhere_noted() -> None:
+    run = run_folder(deployment(name="d"))
+    run._write("artifact.json", Artifact(("x",), {objects.CONFIG_FILE: "c"}))
+    run.events_file.write_bytes(msgspec.json.encode(Event(20.0, "scale", "here")) + b"\n")
+
+    class Cluster:
+        lines = (Event(10.0, "replica ready", "first"), Event(30.0, "replica ready", "second"))
+
+        def find(self, kind: str, name: str) -> dict[str, Any] | None:
+            text = "".join(msgspec.json.encode(line).decode() + "\n" for line in self.lines)
+            metadata = {"name": name, "annotations": {objects.CONFIG: "another"}}
+            return {"metadata": metadata, "data": {"events.jsonl": text}} if name == objects.state("d") else None
+
+    for _ in range(2):
+        folder.fetch(Cluster(), run)  # type: ignore[arg-type]
+        assert [event.text for event in run.events()] == ["first", "here", "second"]
+        run.events_file.touch()
 
 
 def test_who_asked_is_the_user_of_the_process_not_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

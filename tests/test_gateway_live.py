@@ -18,6 +18,7 @@ from gateway_rig import TOKEN, Client, Rig, both_loops, echo
 from samples import told, view
 
 from penstock.gateway.config import GatewayConfig, ServedModel, Slo
+from penstock.gateway.cost import SpendingMeter
 from penstock.gateway.live import stream
 from penstock.gateway.live.history import LiveHistory, quantile
 from penstock.gateway.live.news import DatedNews, NewsBoard
@@ -59,11 +60,12 @@ def moment(of: WorkerReport, at: float, rows: GatewayView | None = None, news: D
 
 
 def history_of(*moments: Moment) -> LiveHistory:
-    history = LiveHistory()
+    history, meter = LiveHistory(), SpendingMeter()
     for each in moments:
         history.add(each.sample)
         if history.is_row_due(each.sample.at):
-            history.add_row(each.sample, rates(each, history), SLO)
+            spending = meter.read(each.report.families, each.view, each.sample.at)
+            history.add_row(each.sample, rates(each, history), SLO, spending)
     return history
 
 

@@ -65,6 +65,11 @@ def test_all_nodes_of_a_replica_leave_on_one_order_and_their_successors_stay(rig
     nodes = [rig.node(rank, "--ready-file", str(file)) for rank, file in enumerate(files)]
     rig.wait_state("ready")
     rig.until(lambda: all(file.exists() for file in files), "both ready files")
+    rig.until(lambda: (row := rig.row()) and len(row.announcement.machines) == 2, "readings of both nodes")
+    text = rig.admin.get_text("/metrics")
+    assert text.count("\npenstock_node_memory_total_bytes{") == 1, "both are this machine"
+    assert 'penstock_replica_start_seconds{replica="0",stage="nodes"}' in text
+    assert "penstock_gpu_" not in text
     leave(rig)
     assert [node.wait(20) for node in nodes] == [0, 0]
     assert not any(file.exists() for file in files)

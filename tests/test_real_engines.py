@@ -28,7 +28,7 @@ from trace_collector import TraceCollector
 from penstock import processes
 from penstock.deployment import metrics
 from penstock.engines.vllm.names import RUNNING
-from penstock.observe.boards import OPERATIONS
+from penstock.observe.boards.operations import OPERATIONS
 from penstock.run_folder import Run
 from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS, TEMPERATURE, DemoPrompt
 from penstock.wire.client import Chunk, Client, Reply

@@ -54,7 +54,7 @@ PURE = (
         "wire/sse.py",
         "wire/prometheus.py",
     ),
-    *("wire/metric_names.py", "observe/promql.py", "observe/panels.py", "observe/boards.py"),
+    *("wire/metric_names.py", "observe/promql.py", "observe/panels.py", "observe/boards/operations.py"),
     *("observe/google.py", "observe/export.py"),
     *("gateway/routing/policies.py", "gateway/routing/health.py", "gateway/routing/replicas.py"),
     *("gateway/request.py", "gateway/streams.py", "gateway/metrics.py", "deployment/controller/decide.py"),

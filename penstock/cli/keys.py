@@ -21,7 +21,8 @@ from penstock.text import show_seconds, show_usd
 if TYPE_CHECKING:
     from penstock.gateway.accounting.key_store import ApiKey
     from penstock.gateway.accounting.store import Database
-    from penstock.gateway.accounting.usage_store import Grouping, Usage, UsageStore
+    from penstock.gateway.accounting.usage_store import GpuUse, Grouping, Usage, UsageStore
+    from penstock.gateway.cost import GpuShare
     from penstock.run_folder import Run
     from penstock.spec.gateway import Price
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 SEEN_S = 0.6
 _OWNER_S = 12 * 3600.0  # the last command's key lives on: one chat need not end another
 _GROUPINGS = ("key", "model", "day", "state", "replica")
+_GPU_COLUMNS = ("gpu_cost_usd", "gpu_usd_per_million_tokens", "gpu_idle_share")
 _limit, _amount = arguments.whole(1, 2**53 - 1), arguments.number(0)
 
 
@@ -179,7 +181,8 @@ def _run_keys(options: argparse.Namespace) -> int:
         raise UserError(f"cannot {options.action} a key without its name", hint=f"penstock keys {options.action} NAME")
     if options.action == "rotate":
         key, secret = store.rotate(options.key, options.grace, now)
-        _note(options, "key rotated", key, f"the old secret is valid for {show_seconds(options.grace)}")
+        left = f"is valid for {show_seconds(options.grace)}" if options.grace else "has ended"
+        _note(options, "key rotated", key, f"the old secret {left}")
         _show_secret(key, secret, options.json)
         return 0
     key = store.revoke(options.key, now)
@@ -277,12 +280,16 @@ def _run_usage(options: argparse.Namespace) -> int:
     if options.action == "prune" or options.before is not None or options.keep is not None:
         return _prune(options)
     since = 0.0 if options.since is None else time.time() - options.since
-    lines = _priced(UsageStore(_open(options)), options.by, since, dict(options.price))
+    store = UsageStore(_open(options))
+    lines = _priced(store, options.by, since, dict(options.price))
+    gpu_time = store.gpu_time(since)
+    shares = _gpu_shares(store, options.by, since, gpu_time)
     tokens = ("prompt_tokens", "cached_tokens", "output_tokens")
-    columns = (*options.by, "requests", *tokens, "estimates", "refused", "cost_usd")
+    columns = (*options.by, "requests", *tokens, "estimates", "refused", "cost_usd", *(_GPU_COLUMNS if shares else ()))
     rows = [
         (*line.group, line.n_requests - line.n_refused, *line.tokens, line.n_estimates, line.n_refused)
         + (None if line.cost_usd is None else round(line.cost_usd, 6),)
+        + (tuple(shares.get(line.group, (None, None, None))) if shares else ())
         for line in lines
     ]
     if options.json:
@@ -294,14 +301,45 @@ def _run_usage(options: argparse.Namespace) -> int:
     elif not rows:
         print("no requests yet")
     else:
-        head = [column.upper().replace("_", " ") for column in (*columns[:-1], "cost")]
-        costs = ["-" if line.cost_usd is None else show_usd(line.cost_usd) for line in lines]
-        cells = [
-            [*("-" if value in (None, "") else str(value) for value in row[:-1]), cost]
-            for row, cost in zip(rows, costs, strict=True)
-        ]
-        print(table(cells, head, right=range(len(options.by), len(columns))))
+        has_gpu_cost = any(share.usd is not None for share in shares.values())
+        head = [column.upper().replace("_", " ") for column in columns[: len(options.by) + 6]]
+        head += ["COST", *(["GPU COST"] if has_gpu_cost else [])]
+        cells = []
+        for line, row in zip(lines, rows, strict=True):
+            share = shares.get(line.group)
+            costs = [line.cost_usd, *([share.usd if share else None] if has_gpu_cost else [])]
+            words = ["-" if value in (None, "") else str(value) for value in row[: len(options.by) + 6]]
+            cells.append(words + ["-" if usd is None else show_usd(usd) for usd in costs])
+        print(table(cells, head, right=range(len(options.by), len(head))))
+    if gpu_time and not options.json and not options.csv:
+        print(_gpu_words(store, since, gpu_time))
     return 0
+
+
+def _gpu_shares(
+    store: UsageStore, by: tuple[Grouping, ...], since: float, gpu_time: dict[str, GpuUse]
+) -> dict[tuple[str, ...], GpuShare]:
+    from penstock.gateway.cost import gpu_shares
+
+    if not gpu_time:
+        return {}
+    lines = store.usage((*by, "model"), since)
+    return gpu_shares(
+        [(line.group[:-1], line.group[-1], line.prompt_tokens + line.output_tokens) for line in lines], gpu_time
+    )
+
+
+def _gpu_words(store: UsageStore, since: float, gpu_time: dict[str, GpuUse]) -> str:
+    """ "GPUs: 12.4 hours ready, 43 % of them idle; $31.00, $1.23 per million tokens"."""
+    hours = sum(use.gpu_s for use in gpu_time.values()) / 3600
+    idle = 1 - sum(use.busy_s for use in gpu_time.values()) / 3600 / hours if hours else 0.0
+    prices = [use.usd for use in gpu_time.values() if use.usd is not None]
+    text = f"GPUs: {hours:.1f} hours ready, {idle:.0%} of them idle"
+    if not prices:
+        return text
+    n_tokens = sum(line.prompt_tokens + line.output_tokens for line in store.usage((), since))
+    cost = f"; {show_usd(sum(prices))}"
+    return text + cost + (f", {show_usd(sum(prices) / n_tokens * 1e6)} per million tokens" if n_tokens else "")
 
 
 def _prune(options: argparse.Namespace) -> int:

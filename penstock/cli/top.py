@@ -146,6 +146,7 @@ class _Watcher:
         from penstock.wire.live import Snapshot
 
         while not self._stop.is_set():
+            note = "it has no gateway"
             try:
                 for item in live.follow(self.run):
                     if isinstance(item, Snapshot):
@@ -153,9 +154,11 @@ class _Watcher:
                     if self._stop.is_set():
                         return
             except PenstockError as exc:
-                note = f"{exc.message}: below is what `status` knows"
+                note = exc.message
+            except Exception as exc:  # noqa: BLE001 - its traceback would be drawn over the screen
+                note = f"penstock failed: {type(exc).__name__}: {exc}"
             with contextlib.suppress(PenstockError, OSError):
-                self._keep(None, note)
+                self._keep(None, f"{note}: below is what `status` knows")
             self._stop.wait(_RETRY_S)
 
     def _keep(self, snapshot: Snapshot | None, note: str | None) -> None:

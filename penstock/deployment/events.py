@@ -41,14 +41,14 @@ def followed(run: Run, since: float | None = None, last: int | None = None) -> I
         _fetch(run)
     before = run.events()
     yield from _chosen(before, since, last)
-    newest, seen, fetched_at = before[-1:], _version(run), time.monotonic()
+    known, seen, fetched_at = set(map(_key, before)), _version(run), time.monotonic()
     while True:
         is_over = run.is_ended()  # then read once more: its last events may have come since
         version = _version(run)
         if version != seen:
             seen, recent = version, run.events(recent=True)
-            yield from _after(recent, newest)
-            newest = recent[-1:] or newest
+            yield from (event for event in recent if _key(event) not in known)
+            known = set(map(_key, recent))
         if is_over:
             return
         time.sleep(_POLL_S)
@@ -70,12 +70,9 @@ def _chosen(events: Sequence[Event], since: float | None, last: int | None) -> l
     return chosen if last is None else chosen[len(chosen) - min(last, len(chosen)) :]
 
 
-def _after(events: Sequence[Event], newest: Sequence[Event]) -> Sequence[Event]:
-    """Those after `newest`; all when it is not among them any more."""
-    for number in range(len(events) - 1, -1, -1):
-        if events[number] in newest:
-            return events[number + 1 :]
-    return events
+def _key(event: Event) -> tuple[object, ...]:
+    """What a target fetches late may be older than what was seen, so its place says nothing."""
+    return event.at, event.event, event.text, event.replica
 
 
 def _fetch(run: Run) -> None:
@@ -83,9 +80,11 @@ def _fetch(run: Run) -> None:
         targets.load(run.handle().target).fetch(run)
 
 
-def _version(run: Run) -> tuple[int, int] | None:
-    """Changes when a line was appended, and when a target has written the file again."""
-    with contextlib.suppress(OSError):
-        status = run.events_file.stat()
-        return status.st_ino, status.st_size
-    return None
+def _version(run: Run) -> list[tuple[int, int]]:
+    """Changes when a line was appended, and when a target has written a file again."""
+    version = []
+    for file in (run.events_file, run.fetched_events_file):
+        with contextlib.suppress(OSError):
+            status = file.stat()
+            version.append((status.st_ino, status.st_size))
+    return version

@@ -44,7 +44,7 @@ def make(run: Run, deployment: Deployment, plan: Plan, addresses: Addresses, eng
         prices={} if spec.price is None else {names[0]: spec.price},
         deployment=deployment.name,
         slo=Slo(deployment.workload.ttft_ms, deployment.workload.tpot_ms),
-        gpu_hour_usd=deployment.hardware.price_per_gpu_hour,
+        gpu_hour_usd=plan.gpu_hour_usd,
         engine_families=metrics.prefixes(),
         renamed={rename.old: rename.name for rename in metrics.renames()},
         gpus_per_replica=plan.layout.n_ranks if plan.device == "cuda" else 0,

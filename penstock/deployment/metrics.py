@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from penstock import targets
 from penstock.deployment import observe
 from penstock.deployment.reachable import monitors
 from penstock.errors import PenstockError
@@ -34,11 +35,7 @@ def prometheus_url(run: Run) -> str:
     """Where the Prometheus of a run answers on this machine.  Raises PenstockError when there is none."""
     part = observe.now_state(run, time.time()).prometheus
     if part is None:
-        raise PenstockError(
-            f'no Prometheus watches "{run.name}"',
-            hint="Set observe.prometheus: true and run `penstock up --replace`; for a Prometheus that you have: "
-            "penstock metrics --export DIR.",
-        )
+        raise _no_prometheus(run)
     if part.url is None or part.state == "gone":
         reason = part.note or (part.restarts[-1].reason if part.restarts else None)
         raise PenstockError(f'the Prometheus of "{run.name}" does not run', detail=reason, is_retryable=True)
@@ -46,6 +43,17 @@ def prometheus_url(run: Run) -> str:
         message = f'the Prometheus of "{run.name}" answers on loopback of {part.note} alone'
         raise PenstockError(message, hint=f"Ask there: ssh {part.note} penstock metrics ...")
     return part.url
+
+
+def _no_prometheus(run: Run) -> PenstockError:
+    if not run.deployment().observe.prometheus:
+        hint = "Set observe.prometheus: true and run `penstock up --replace`, or for one of yours: "
+        return PenstockError(f'no Prometheus watches "{run.name}"', hint=f"{hint}penstock metrics --export DIR.")
+    if run.places("controller") and not targets.load(run.record().target).shares_files:
+        return PenstockError(
+            f'cannot ask about "{run.name}": the Prometheus of its cluster watches it', hint="Ask there."
+        )
+    return PenstockError(f'the Prometheus of "{run.name}" has not started yet', is_retryable=True)
 
 
 def export(run: Run, folder: Path) -> None:
@@ -58,7 +66,8 @@ def export(run: Run, folder: Path) -> None:
         host, is_near = socket.getfqdn(), False
     source = prometheus.Source(parts.scheme, None if is_near else ca_file, not is_near, parts.path)
     write_settings(run, folder, source)
-    address = f"[{host}]:{parts.port}" if ":" in host else f"{host}:{parts.port}"
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     texts = {prometheus.TARGETS: prometheus.targets(deployment, [address])}
     texts |= {prometheus.DCGM_TARGETS: prometheus.dcgm_targets(deployment, ())}
     texts |= dashboards(deployment.name)

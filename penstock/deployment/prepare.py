@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from penstock import engines, paths, targets
-from penstock.deployment import planning, preflight
+from penstock.deployment import gpu_price, planning, preflight
 from penstock.deployment.doctor.model import check_model
 from penstock.deployment.preflight import Finding
 from penstock.errors import PenstockError, SpecError, UserError, together
@@ -60,11 +60,13 @@ def prepare(
             machines = _machines(target, deployment, existing, is_rehearsal)
             least = preflight.least(machines)
             machine = preflight.as_named(deployment, least, is_rehearsal)
+            gpu_hour_usd = gpu_price.find(deployment.hardware, machine)
     with _kept(errors):
         if is_gateway_here and (existing is None or not _holds(existing, deployment)):
             network.check_port(deployment.gateway.host, deployment.gateway.port)
     with _kept(errors):
-        if is_controller_here and not (existing is not None and existing.deployment().observe == deployment.observe):
+        before = None if existing is None else existing.deployment().observe
+        if is_controller_here and not (before and before.prometheus and before.port == deployment.observe.port):
             network.check_port("127.0.0.1", deployment.observe.port, "observe.port")
     with _kept(errors):
         if not is_rehearsal:
@@ -89,7 +91,7 @@ def prepare(
     if machine.assumed is not None:
         n_machines = f"{len(machines)} machine{'s' if len(machines) > 1 else ''}"
         warnings.append(f"not asked: {machine.assumed}; this is for {n_machines} as the file describes them")
-    plan = msgspec.structs.replace(plan, warnings=tuple(warnings))
+    plan = msgspec.structs.replace(plan, warnings=tuple(warnings), gpu_hour_usd=gpu_hour_usd)
     run_path = paths.home() / "runs" / deployment.name
     instructions = Launch(
         deployment=deployment.name,

@@ -31,6 +31,7 @@ from penstock.gateway.connections.listener import (
 )
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.engine_metrics import EngineMetrics
+from penstock.gateway.gpu_time import GpuTimeKeeper
 from penstock.gateway.live.news import NewsBoard
 from penstock.gateway.live.stream import LiveFeed
 from penstock.gateway.metrics import Counters
@@ -86,6 +87,8 @@ def open_sockets(config: GatewayConfig, inherited: Sequence[int] = ()) -> Socket
 class Gateway:
     """A running gateway, or one worker of it. Both addresses are bound when the constructor returns."""
 
+    _gpu_time: GpuTimeKeeper | None = None
+
     def __init__(
         self, config: GatewayConfig, token: str, sockets: Sockets | None = None, slot: WorkerSlot | None = None
     ) -> None:
@@ -122,6 +125,8 @@ class Gateway:
             store.keep_days = config.ledger_days
         before = slot.before if slot else None
         self._reporter = Reporter(self._context, self.accounting, NewsBoard(config), before)
+        if slot is None or slot.index == 0:
+            self._gpu_time = self._reporter.gpu_time = GpuTimeKeeper(config, replicas, self.accounting.ledger)
         self._live = LiveFeed(config, self._reporter)
         # Without an admin address of its own nobody may call: a token that nobody knows.
         token = token or secrets.token_hex(16)
@@ -176,6 +181,8 @@ class Gateway:
         if self._lease_timer is not None:
             self._lease_timer.cancel()
         self._context.pool.close()
+        if self._gpu_time is not None:
+            await self._gpu_time.stop()
         await self.accounting.stop()
         if self._reporter.link is not None:
             self._reporter.link.report()
@@ -191,6 +198,8 @@ class Gateway:
             log.warning("replica %s: its lease ran out", name)
         self._lapsed_probes.start_due(now)
         self._context.look_after(now)
+        if self._gpu_time is not None:
+            self._gpu_time.tick(now)
         if self._reporter.link is not None:
             self._reporter.link.report()
         self._lease_timer = loop.call_later(LEASE_CHECK_S, self._check_leases)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from penstock.observe.boards import OPERATIONS
+from penstock.observe.boards.operations import OPERATIONS
 from penstock.observe.panels import RATE, Board, Panel, Query, Thresholds, select
 
 Json = dict[str, Any]

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from penstock.observe.boards import BOARDS
+from penstock.observe.boards.catalog import BOARDS
 from penstock.observe.panels import RATE, Board, Kind, Panel, Query, select
 from penstock.observe.prometheus import INTERVAL_S
 

@@ -81,11 +81,15 @@ def once(name: str) -> str:
 
 
 def rate(series: str, by: str = "") -> str:
-    """Per second. A counter that every gateway writes counts once."""
-    name, per_second = series.partition("{")[0], f"rate({series}[{RATE}])"
-    if name.startswith(metric_names.PREFIX) and metric_names.metric(name).joined == "each":
-        per_second = f"max by ({', '.join(('deployment', *metric_names.metric(name).labels))}) ({per_second})"
-    return f"sum{f' by ({by})' if by else ''} ({per_second})"
+    name = series.partition("{")[0]
+    is_each = name.startswith(metric_names.PREFIX) and metric_names.metric(name).joined == "each"
+    return rate_once(name, by) if is_each else f"sum{f' by ({by})' if by else ''} (rate({series}[{RATE}]))"
+
+
+def rate_once(name: str, by: str = "") -> str:
+    """Of a counter that every gateway has whole."""
+    labels = ", ".join(("deployment", *metric_names.metric(name).labels))
+    return f"sum{f' by ({by})' if by else ''} (max by ({labels}) (rate({name}[{RATE}])))"
 
 
 def quantile(share: float, name: str, by: str = "") -> str:

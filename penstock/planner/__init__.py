@@ -63,6 +63,7 @@ class Plan(msgspec.Struct, frozen=True):
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     traces_endpoint: str | None = None  # of OTLP over HTTP
+    gpu_hour_usd: float | None = None
 
     @property
     def ranks_each(self) -> int:

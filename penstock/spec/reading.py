@@ -350,6 +350,8 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
             yield Problem(path, f"{value} is not a finite number")
     if not 0 < deployment.engine.gpu_memory_utilization <= 1:
         yield Problem("engine.gpu_memory_utilization", f"{deployment.engine.gpu_memory_utilization} is not in (0, 1]")
+    if deployment.hardware.price_file is not None and deployment.hardware.price_per_gpu_hour is not None:
+        yield Problem("hardware.price_file", "is given next to hardware.price_per_gpu_hour", "keep one of them")
     if deployment.hardware.subnet is not None and not _is_network(deployment.hardware.subnet):
         yield Problem("hardware.network", f'"{deployment.hardware.subnet}" is not a network', "example: 10.9.0.0/16")
     if deployment.replicas.min > deployment.replicas.max:

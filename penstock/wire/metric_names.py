@@ -57,6 +57,12 @@ METRICS: dict[str, Metric] = {
     "store_up": Metric("gauge", "Whether the store's last turn worked.", joined="least"),
     "access_log_lost_total": Metric("counter", "Requests that are missing in the access log."),
     "spans_lost_total": Metric("counter", "Spans that the collector did not take."),
+    "key_requests_total": Metric("counter", "Requests in the ledger, by key.", ("key", "model")),
+    "key_tokens_total": Metric("counter", "Tokens in the ledger, by key.", ("key", "model", "kind"), "tokens"),
+    # Cost.
+    "gpu_seconds_total": Metric("counter", "GPU seconds of ready replicas.", _MODEL, "seconds"),
+    "gpu_busy_seconds_total": Metric("counter", "Those in which a request ran.", _MODEL, "seconds"),
+    "gpu_hour_usd": Metric("gauge", "Price of one GPU for an hour.", (), "usd", joined="each"),
     # Time.
     "gateway_own_seconds": Metric("histogram", "Time in the gateway before an engine had it.", (), "seconds"),
     "time_to_first_byte_seconds": Metric(

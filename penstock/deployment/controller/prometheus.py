@@ -57,6 +57,7 @@ class PrometheusChild:
         self._backoff = Backoff(1.0, 60.0, 120.0)
         self._due_at = 0.0
         self._answered_at = time.monotonic()
+        self._has_settings = False
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="prometheus", daemon=True)
 
@@ -72,20 +73,27 @@ class PrometheusChild:
             processes.end([self.part.process], _END_S)
 
     def _watch(self) -> None:
-        is_written = False
         while not self._is_over.is_set():
-            try:
-                if not is_written:
-                    self._write_settings()
-                    is_written = True
-                self._write_targets()
-                self._turn(time.monotonic())
-            except (OSError, PenstockError) as exc:  # a full disk, a gateway that has no address yet
-                print(f"penstock: prometheus: {exc}", flush=True)
-                self._is_over.wait(_TURN_S * 4)
-            self._is_over.wait(_TURN_S)
+            self._is_over.wait(_TURN_S if self.try_turn(time.monotonic()) else _TURN_S * 5)
 
-    def _turn(self, now: float) -> None:
+    def try_turn(self, now: float) -> bool:
+        """One look at it, and what follows; False when a full disk, or a gateway without an address, kept us from it.
+
+        `now`: monotonic seconds.
+        """
+        try:
+            if not self._has_settings:
+                self._folder.mkdir(mode=0o700, exist_ok=True)
+                write_settings(self._run, self._folder, prometheus.Source())
+                self._has_settings = True
+            self._write_targets()
+            self.turn(now)
+        except (OSError, PenstockError) as exc:
+            print(f"penstock: prometheus: {exc}", flush=True)
+            return False
+        return True
+
+    def turn(self, now: float) -> None:
         process = self.part.process
         if process is None:
             if now >= self._due_at:
@@ -145,10 +153,6 @@ class PrometheusChild:
         if self.part.note != text:
             self._run.add_event("prometheus absent", text)
         self.part = msgspec.structs.replace(self.part, state="gone", note=text, url=None)
-
-    def _write_settings(self) -> None:
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        write_settings(self._run, self._folder, prometheus.Source())
 
     def _write_targets(self) -> None:
         parts = urlsplit(self._run.admin_url)

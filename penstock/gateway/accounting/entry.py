@@ -23,7 +23,7 @@ from penstock.gateway.accounting.token_usage import MAX_TOKENS, BodyWatch, Strea
 from penstock.gateway.accounting.usage_store import Row, State
 from penstock.gateway.body_fields import Usage
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.metrics import Family, Labels
+from penstock.gateway.metrics import MAX_SERIES, Family, Labels
 from penstock.gateway.request import RequestFacts
 from penstock.gateway.responses import Answer, error_answer
 from penstock.spec.gateway import Price
@@ -61,6 +61,15 @@ _WORDS: Final = {
 }
 
 
+class KeyCount:
+    """What one key used of one model."""
+
+    __slots__ = ("n_cached", "n_output", "n_prompt", "n_requests")
+
+    def __init__(self) -> None:
+        self.n_requests = self.n_prompt = self.n_cached = self.n_output = 0
+
+
 @dataclass
 class Account:
     """A model's price, its counts since the start, and averages for requests that end without a usage report."""
@@ -72,6 +81,7 @@ class Account:
     n_output: int = 0
     bytes_per_token: float = BYTES_PER_TOKEN
     tokens_per_event: float = 1.0
+    by_key: dict[str, KeyCount] = field(default_factory=dict)  # by its name
 
     def learn(self, usage: Usage, n_body_bytes: int, n_events: int) -> None:
         if usage.prompt_tokens >= _LEARN_FROM_TOKENS:
@@ -143,6 +153,11 @@ class Accounting:
             account = self._accounts[model] = Account(self._prices.get(model))
         return account
 
+    def count_key(self, account: Account, name: str) -> KeyCount:
+        """The counts of a key that asks for this model for the first time; beyond MAX_SERIES all are "other"."""
+        n_series = sum(len(each.by_key) for each in self._accounts.values())
+        return account.by_key.setdefault(name if n_series < MAX_SERIES else "other", KeyCount())
+
     def charge(self, key_id: str, cost_usd: float, quota: Quota | None) -> None:
         self._submitted_usd[key_id] = self._submitted_usd.get(key_id, 0.0) + cost_usd
         if quota is not None:
@@ -160,14 +175,23 @@ class Accounting:
             return families
         tokens: dict[Labels, float] = {}
         rows: dict[Labels, float] = {}
+        key_requests: dict[Labels, float] = {}
+        key_tokens: dict[Labels, float] = {}
         for model, account in self._accounts.items():
             counts = (("prompt", account.n_prompt), ("cached", account.n_cached), ("output", account.n_output))
             tokens |= {(("model", model), ("kind", kind)): n for kind, n in counts}
             rows |= {(("model", model), ("state", state)): n for state, n in account.n_rows.items()}
+            for name, count in account.by_key.items():
+                labels = (("key", name), ("model", model))
+                key_requests[labels] = count.n_requests
+                counts = (("prompt", count.n_prompt), ("cached", count.n_cached), ("output", count.n_output))
+                key_tokens |= {(*labels, ("kind", kind)): n for kind, n in counts}
         return [
             *families,
             ("tokens_total", tokens),
             ("ledger_requests_total", rows),
+            ("key_requests_total", key_requests),
+            ("key_tokens_total", key_tokens),
             *_store_families(ledger.store),
             *(ledger.request_log.families() if ledger.request_log is not None else ()),
         ]
@@ -292,6 +316,12 @@ class Entry:
         account.n_prompt += n_prompt
         account.n_cached += n_cached
         account.n_output += n_output
+        if holder is not None:
+            count = account.by_key.get(holder.name) or accounting.count_key(account, holder.name)
+            count.n_requests += 1
+            count.n_prompt += n_prompt
+            count.n_cached += n_cached
+            count.n_output += n_output
         ledger = accounting.ledger
         if ledger is None:
             return usage

@@ -43,4 +43,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             PRIMARY KEY (gateway, name))""",
         "CREATE INDEX gateway_counts_at ON gateway_counts (at)",
     ),
+    # The most that a gateway counted in the five minutes from `at` on.
+    (
+        """CREATE TABLE gpu_time (
+            at BIGINT NOT NULL, model TEXT NOT NULL, gpu_s DOUBLE PRECISION NOT NULL, busy_s DOUBLE PRECISION NOT NULL,
+            usd DOUBLE PRECISION, PRIMARY KEY (at, model))""",
+    ),
 )

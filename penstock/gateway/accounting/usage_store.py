@@ -69,6 +69,14 @@ class Usage(msgspec.Struct, frozen=True):
         return self.prompt_tokens, self.cached_tokens, self.output_tokens
 
 
+class GpuUse(msgspec.Struct, frozen=True):
+    """GPU seconds of ready replicas, those in which a request ran, and US dollars where the price was known."""
+
+    gpu_s: float
+    busy_s: float
+    usd: float | None
+
+
 class UsageStore:
     """The ledger of an open database; errors are those of `Database`."""
 
@@ -154,6 +162,18 @@ class UsageStore:
         if by:
             sql += f" GROUP BY {', '.join(str(number + 1) for number in range(n))}"
         return [Usage(tuple(map(str, row[:n])), *row[n:]) for row in self._database.all(sql, (since,)) if row[n]]
+
+    def put_gpu_time(self, slots: Mapping[tuple[int, str], tuple[float, float]], gpu_hour_usd: float | None) -> None:
+        """GPU seconds by Unix time and model; of several counts of a slot the longest stays."""
+        with self._database.writing():
+            for (at, model), (gpu_s, busy_s) in slots.items():
+                usd = None if gpu_hour_usd is None else gpu_s / 3600 * gpu_hour_usd
+                self._database.execute(_PUT_GPU_TIME, (at, model, gpu_s, busy_s, usd))
+
+    def gpu_time(self, since: float = 0.0) -> dict[str, GpuUse]:
+        """By model; of the five minutes around `since` all or nothing."""
+        sql = "SELECT model, sum(gpu_s), sum(busy_s), sum(usd) FROM gpu_time WHERE at >= ? GROUP BY model"
+        return {row[0]: GpuUse(*row[1:]) for row in self._database.all(sql, (math.floor(since),))}
 
     # What gateways count in a minute and at once, for each other.
 
@@ -256,6 +276,10 @@ _DAY_POSTGRES = "to_char(to_timestamp(at) AT TIME ZONE 'UTC', 'YYYY-MM-DD')"
 _SPEND = (
     "INSERT INTO spend (month, key_id, cost_usd) VALUES (?, ?, ?)"
     " ON CONFLICT (month, key_id) DO UPDATE SET cost_usd = spend.cost_usd + excluded.cost_usd"
+)
+_PUT_GPU_TIME = (
+    "INSERT INTO gpu_time (at, model, gpu_s, busy_s, usd) VALUES (?, ?, ?, ?, ?) ON CONFLICT (at, model) DO UPDATE"
+    " SET gpu_s = excluded.gpu_s, busy_s = excluded.busy_s, usd = excluded.usd WHERE excluded.gpu_s > gpu_time.gpu_s"
 )
 _OLDEST = "FROM requests WHERE at < ? ORDER BY at"
 _SUMMED = Usage.__struct_fields__[1:-2]

@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.gateway.config import Slo
+from penstock.gateway.cost import Spending, cost_between
 from penstock.gateway.metrics import Distribution, Family
 from penstock.wire.announcement import EngineLoad, GatewayView
-from penstock.wire.live import HISTORY_S, PERIOD_S, History, Rates
+from penstock.wire.live import HISTORY_S, PERIOD_S, Cost, History, Rates
 
 QUANTILE_S = 60.0
 _SLACK_S = 0.5  # timers are late, never early
@@ -204,6 +205,7 @@ class _Row(NamedTuple):
     at: float
     rates: Rates
     kept: Kept
+    spending: Spending
 
 
 class LiveHistory:
@@ -229,10 +231,10 @@ class LiveHistory:
                 keep.append(each)
         self._samples = deque(keep)
 
-    def add_row(self, sample: Sample, rates: Rates, slo: Slo) -> None:
+    def add_row(self, sample: Sample, rates: Rates, slo: Slo, spending: Spending) -> None:
         kept = Span(self._last_row, sample).kept(slo) if self._last_row is not None else Kept()
         self._last_row = sample
-        self._rows.append(_Row(sample.at, rates, kept))
+        self._rows.append(_Row(sample.at, rates, kept, spending))
 
     def span(self, newest: Sample, seconds: float) -> Span:
         """From the youngest sample that is at least so old, or the oldest, to `newest`."""
@@ -246,6 +248,10 @@ class LiveHistory:
         """Of the last hour."""
         columns = list(zip(*(row.kept for row in self._rows), strict=True))
         return Kept(*map(sum, columns)) if columns else Kept()
+
+    def cost(self, gpu_hour_usd: float | None) -> Cost:
+        """Of the last hour."""
+        return cost_between(self._rows[0].spending, self._rows[-1].spending, gpu_hour_usd) if self._rows else Cost()
 
     def write(self, now: float, wall_s: float) -> History:
         """`wall_s`: the Unix time of `now`. The rows' times follow from it, so that they stand in order always."""

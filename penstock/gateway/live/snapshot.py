@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from penstock import __version__
 from penstock.gateway.config import GatewayConfig
+from penstock.gateway.cost import key_uses
 from penstock.gateway.live.history import QUANTILE_S, LiveHistory, Sample, Span, finite, take_sample
 from penstock.gateway.workers.reports import WorkerReport
 from penstock.wire.announcement import GatewayView, ReplicaView
@@ -54,7 +55,7 @@ def rates(moment: Moment, history: LiveHistory) -> Rates:
         itl_s_p99=itl_p99,
         in_flight=report.in_flight_total,
         waiting=report.n_waiting,
-        engine_waiting=sum(finite(load.waiting) for load in loads),
+        engine_waiting=finite(sum(load.waiting for load in loads)),
         kv_use=max((finite(load.kv_use) for load in loads), default=None),
         n_ready=sum(_serves(row) for row in rows),
         n_desired=moment.news.desired_replicas if moment.news is not None else None,
@@ -98,6 +99,8 @@ def make_snapshot(moment: Moment, history: LiveHistory, config: GatewayConfig) -
             round(kept.n_ttft_kept / kept.n_ttft, 5) if kept.n_ttft else None,
             round(kept.n_tpot_kept / kept.n_tpot, 5) if kept.n_tpot else None,
         ),
+        cost=history.cost(config.gpu_hour_usd),
+        keys=key_uses(moment.report.families, config.gpu_hour_usd),
         slow=moment.report.slow,
         events=news.events if news is not None else (),
     )

@@ -16,6 +16,7 @@ import msgspec
 
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.connections.client import ClientConnection
+from penstock.gateway.cost import SpendingMeter
 from penstock.gateway.live.history import LiveHistory
 from penstock.gateway.live.snapshot import Moment, look, make_snapshot, rates
 from penstock.gateway.request import Request
@@ -78,6 +79,7 @@ class LiveFeed:
         self.streams: set[Stream] = set()
         self._config, self._reporter = config, reporter
         self._history = LiveHistory()
+        self._meter = SpendingMeter()
         self._task: asyncio.Task[None] | None = None
         self._is_stopped = False
 
@@ -126,7 +128,8 @@ class LiveFeed:
         is_row = self._history.is_row_due(moment.sample.at)
         self._history.add(moment.sample)
         if is_row:
-            self._history.add_row(moment.sample, rates(moment, self._history), self._config.slo)
+            spending = self._meter.read(moment.report.families, moment.view, moment.sample.at)
+            self._history.add_row(moment.sample, rates(moment, self._history), self._config.slo, spending)
         if self.streams:
             event = _event(b"snapshot", self._snapshot(moment))
             for stream in tuple(self.streams):

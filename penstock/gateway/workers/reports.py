@@ -18,6 +18,7 @@ from penstock.gateway import machine_metrics, metrics
 from penstock.gateway.accounting.entry import Accounting
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.context import GatewayContext
+from penstock.gateway.gpu_time import GpuTimeKeeper
 from penstock.gateway.live.news import NewsBoard
 from penstock.gateway.metrics import Distribution, Family
 from penstock.gateway.responses import Answer, error_answer
@@ -49,6 +50,7 @@ class Reporter:
     """This worker's report, and with a `link` that of all workers."""
 
     link: ParentLink | None = None
+    gpu_time: GpuTimeKeeper | None = None  # of worker 0
 
     def __init__(
         self, context: GatewayContext, accounting: Accounting, news: NewsBoard, before: bytes | None = None
@@ -112,9 +114,10 @@ class Reporter:
         waiting = {model.name: context.queue.waiting_for(model.name) for model in replicas.models}
         ready = {model.name: len(replicas.ready(model.name, now)) for model in replicas.models}
         known = [*self.news.families(now), *machine_metrics.families(view)] if with_known else []
+        gpu_time = self.gpu_time.counted.families() if self.gpu_time is not None else []
         own = metrics.families(counters, view, waiting, ready, replicas.n_ejections)
         report = WorkerReport(
-            [*own, *self._accounting.families(), *known],
+            [*own, *self._accounting.families(), *gpu_time, *known],
             metrics.distributions(counters),
             view.requests_total,
             view.in_flight_total,

@@ -78,7 +78,9 @@ def fetch(api: Api, run: Run) -> None:
     has_later = is_inside(run) and run.state() is not None  # a container that was started again: not all is published
     if state is not None and not has_later:
         is_same = _config_in(state) == config_of(run)
-        _write(run, state, _STATE_FILES if is_same else {"events.jsonl": "events.jsonl"})
+        # Elsewhere than in its pod the verbs of that machine have events too.
+        events = {"events.jsonl": (run.events_file if is_inside(run) else run.fetched_events_file).name}
+        _write(run, state, (_STATE_FILES if is_same else {}) | events)
 
 
 def _why_gone(api: Api) -> str:
