@@ -110,7 +110,7 @@ def _check_watching(other: Machine) -> None:
         done
     )
     done = other.call("events", "one")
-    assert "replica ready" in done.stdout and "replica 1 placed" in done.stdout, done
+    assert all(event in done.stdout for event in ("replica ready", "replica 1 placed", "key created: bob")), done
     assert "complete 200" in other.call("requests", "one", "--slow").stdout
     assert "penstock_replicas_desired 2" in other.call("metrics", "--deployment", "one").stdout
     assert 'vllm:num_requests_running{replica="0"' in other.call("metrics", "--engines", "--deployment", "one").stdout
