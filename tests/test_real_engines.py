@@ -314,6 +314,7 @@ def test_every_query_of_the_dashboards_has_an_answer(live: Live) -> None:
     while not (prometheus.ask(f"rate({RUNNING}[30s])") and prometheus.ask("rate(penstock_requests_total[30s]) > 0")):
         assert "Seoul" in _seoul(live)
         assert time.monotonic() < deadline, "no two scrapes"
+    assert prometheus.ask(RUNNING)[0][0].items() >= {"deployment": live.name, "model_name": live.name}.items()
     river = next(row for row in DEMO_PROMPTS if "river" in row.prompt)
     while not prometheus.ask("rate(penstock_time_per_output_token_seconds_count[30s]) > 0"):
         messages = [{"role": "user", "content": river.prompt}]

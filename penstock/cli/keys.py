@@ -181,7 +181,8 @@ def _run_keys(options: argparse.Namespace) -> int:
         raise UserError(f"cannot {options.action} a key without its name", hint=f"penstock keys {options.action} NAME")
     if options.action == "rotate":
         key, secret = store.rotate(options.key, options.grace, now)
-        _note(options, "key rotated", key, f"the old secret is valid for {show_seconds(options.grace)}")
+        left = f"is valid for {show_seconds(options.grace)}" if options.grace else "has ended"
+        _note(options, "key rotated", key, f"the old secret {left}")
         _show_secret(key, secret, options.json)
         return 0
     key = store.revoke(options.key, now)

@@ -271,9 +271,10 @@ def _size(n_bytes: int | None) -> str:
 
 def _slow_line(request: SlowRequest, clock: Callable[[float], str]) -> Line:
     times = (("held", request.hold_s), ("first byte", request.first_byte_s), ("stream", request.stream_s))
-    where = ", ".join(f"{name} {seconds(value)}" for name, value in times if value is not None)
+    where = ", ".join(f"{name} {seconds(value)}" for name, value in times if value)
     tokens = f"{request.prompt_tokens} -> {request.output_tokens} tokens"
+    rest = ", ".join(filter(None, (tokens, clean(request.key), f"{request.status} {clean(request.outcome)}")))
     return [
         (f"  {clock(request.at)} ", "dim"), (seconds(request.duration_s).rjust(6), "bold"),
-        (f"  {where}; {tokens}, {clean(request.key)}, {request.status} {clean(request.outcome)}", ""),
+        (f"  {where}; {rest}", ""),
     ]  # fmt: skip

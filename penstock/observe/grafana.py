@@ -243,9 +243,10 @@ def _graph(panel: Panel) -> Json:
 def _table(panel: Panel) -> Json:
     """A row for each set of labels, a column for each query; the first column leads to the board of that replica."""
     names = {f"Value #{_letter(number)}": query.legend for number, query in enumerate(panel.queries)}
+    chosen = [f"var-{label}=${{__data.fields.{label}}}" for label in ("deployment", "replica")]
     link = {
         "title": "only this replica",
-        "url": f"/d/{_uid('instances')}?${{__url_time_range}}&var-replica=${{__data.fields.replica}}",
+        "url": f"/d/{_uid('instances')}?${{__url_time_range}}&{'&'.join(chosen)}",
     }
     overrides = [
         {

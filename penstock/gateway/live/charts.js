@@ -119,7 +119,7 @@ function makeChart(chart) {
 function plotOptions(node) {
   const { chart } = node;
   const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
-  const clock = (_, splits) => splits.map((at) => showTime(at).slice(0, 5));
+  const clock = (_, splits) => splits.map((at) => showTime(at).slice(0, splits[1] - splits[0] < 60 ? 8 : 5));
   const series = chart.names.map((label, i) => ({
     label, stroke: colour(`--s${i}`), width: 1.5, points: { show: false }, fill: i ? undefined : colour("--s0-fill"),
   }));

@@ -55,7 +55,7 @@ def rates(moment: Moment, history: LiveHistory) -> Rates:
         itl_s_p99=itl_p99,
         in_flight=report.in_flight_total,
         waiting=report.n_waiting,
-        engine_waiting=sum(finite(load.waiting) for load in loads),
+        engine_waiting=finite(sum(load.waiting for load in loads)),
         kv_use=max((finite(load.kv_use) for load in loads), default=None),
         n_ready=sum(_serves(row) for row in rows),
         n_desired=moment.news.desired_replicas if moment.news is not None else None,

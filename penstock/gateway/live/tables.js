@@ -103,7 +103,7 @@ function fillReplica(node, replica) {
   setChip(parts.chip, replica.state);
   const marks = [replica.is_draining && "draining", replica.is_ejected && "ejected"].filter(Boolean);
   fillList(parts.marks, marks, (mark) => mark, () => el("span", "chip warn"), (chip, mark) => setChip(chip, mark, "warn"));
-  const { progress } = replica;
+  const progress = replica.state === "ready" ? null : replica.progress;
   parts.progress.hidden = progress?.fraction == null;
   setBar(parts.progress, progress?.fraction, "busy");
   setText(parts.note, [progress && progressText(progress), replica.reason].filter(Boolean).join(" · "));
@@ -358,7 +358,7 @@ function drawEvents(events = []) {
     setText(time, showMoment(event.at));
     setChip(chip, event.event, eventTone(event));
     setText(text, event.replica == null ? event.text : `replica ${event.replica}: ${event.text}`);
-    const spent = Object.entries(event.seconds ?? {}).filter(([stage]) => !event.text.includes(stage));
+    const spent = Object.entries(event.seconds ?? {}).filter(([stage, value]) => value >= 0.01 && !event.text.includes(stage));
     const seconds = spent.map(([stage, value]) => `${stage} ${showSeconds(value)}`);
     setText(more, [event.who && `by ${event.who}`, ...seconds].filter(Boolean).join(" · "));
   });
