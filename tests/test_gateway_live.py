@@ -284,6 +284,19 @@ async def test_a_gateway_that_stops_ends_its_streams_properly() -> None:
 
 
 @both_loops
+@pytest.mark.usefixtures("quick")
+async def test_a_proxy_that_speaks_http_1_0_gets_the_stream_unframed() -> None:
+    async with Rig(drain_s=5.0) as rig:
+        client = await rig.client(rig.gateway.admin.port)
+        client.writer.write(b"GET /dashboard/live HTTP/1.0\r\nAuthorization: Bearer %s\r\n\r\n" % TOKEN.encode())
+        await client.reader.readuntil(b"event: snapshot\n")
+        stopping = asyncio.ensure_future(rig.stop())
+        rest = await client.reader.read()
+        assert rest.endswith(b"\n\n") and b"\r\n" not in rest
+        await stopping
+
+
+@both_loops
 async def test_streams_are_bounded_and_a_snapshot_alone_is_not_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "MAX_STREAMS", 1)
     async with Rig(deployment="d") as rig:

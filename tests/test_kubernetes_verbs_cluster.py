@@ -3,6 +3,7 @@
 # ruff: noqa: F811 - fixtures of test_kubernetes_target
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -69,6 +70,7 @@ def test_every_verb_works_from_another_machine(place: Place, kubernetes: Namespa
     assert call("status", "one", "--json").json["desired_replicas"] == 2, "the first machine sees it too"
     assert "replica 1 placed" in call("logs", "one", "--part", "events").out
     _check_tunnel(other)
+    _check_watching(other)
     done_there = other.call("up", file)
     assert "runs already" in done_there.stdout, done_there
     follower = subprocess.Popen(other.argv("logs", "one", "-f"), env=other.env, stdout=subprocess.PIPE, text=True)
@@ -96,6 +98,29 @@ def _check_tunnel(other: Machine) -> None:
         assert child.stdout is not None
         url = child.stdout.readline().split()[3].removesuffix("/v1")
         assert Client(url, key).chat([{"role": "user", "content": "a b"}], max_tokens=2).text == "1:a 2:b"
+    finally:
+        child.send_signal(signal.SIGINT)
+        assert child.wait(10) == 0
+
+
+def _check_watching(other: Machine) -> None:
+    done = other.call("top", "one", "--once", "--json")
+    watched = json.loads(done.stdout)["deployments"][0]
+    assert (watched["name"], watched["note"], watched["snapshot"]["replicas"][0]["state"]) == ("one", None, "ready"), (
+        done
+    )
+    done = other.call("events", "one")
+    assert all(event in done.stdout for event in ("replica ready", "replica 1 placed", "key created: bob")), done
+    assert "complete 200" in other.call("requests", "one", "--slow").stdout
+    assert "penstock_replicas_desired 2" in other.call("metrics", "--deployment", "one").stdout
+    assert 'vllm:num_requests_running{replica="0"' in other.call("metrics", "--engines", "--deployment", "one").stdout
+    argv = other.argv("dashboard", "one", "--no-open")
+    child = subprocess.Popen(argv, env=other.env, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        page, _, key = child.stdout.readline().strip().partition("#key=")
+        snapshot = Client(page.removesuffix("/dashboard"), key).get_json("/dashboard/live?once")
+        assert (snapshot["deployment"], snapshot["now"]["n_desired"]) == ("one", 2)
     finally:
         child.send_signal(signal.SIGINT)
         assert child.wait(10) == 0

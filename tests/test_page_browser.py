@@ -15,6 +15,7 @@ from launching import Place, ask
 from page_server import PageServer, Script
 from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 
+from penstock.cli import main
 from penstock.cli.dashboard import address_of
 from penstock.cli.keys import address_and_key
 from penstock.wire.announcement import GpuReading, MachineReading, Progress
@@ -306,11 +307,16 @@ def test_a_day_of_snapshots_takes_the_memory_of_an_hour(open_page: Open) -> None
         assert usage["usedSize"] < 12e6, usage
 
 
-def test_page_of_a_real_deployment(place: Place, open_page: Open) -> None:
+def test_page_of_a_real_deployment(place: Place, open_page: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     file = place.write(gateway={"auth": "keys"}, workload={"ttft_ms": 500}, replicas=2)
     run = place.up(file)
-    page = open_page(address_of(run).link)
+    page = open_page(address_of(run).url, may_complain=True)  # Chromium logs the 401
+    expect(page.get_by_label("Scrape key")).to_be_visible()
+    monkeypatch.setattr("webbrowser.open", lambda uri: page.goto(uri) is not None or True)
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert main.run(["dashboard"]) == 0
     expect(page.locator("h1")).to_have_text("one")
+    assert page.url == address_of(run).url
     expect(page.locator("#ready")).to_have_text("2 of 2 ready")
     _, key = address_and_key(run)
     ask(run, 64, key=key)

@@ -118,12 +118,25 @@ def _with_name(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
     if gateway is None:
         return None
     if options.verb_name in _IN_STORE:
-        return subprocess.call(gateway.inside(_without_deployment(argv), _is_terminal()))
+        code = subprocess.call(gateway.inside(_without_deployment(argv), _is_terminal()))
+        if code == 0:
+            _note_keys(name, options)
+        return code
     if options.verb_name == "dashboard":
         return _show_page(gateway, port, options)
     if options.verb_name == "tunnel":
         return _hold_open(gateway, port)
     return _ask(gateway, port, options)
+
+
+def _note_keys(name: str, options: argparse.Namespace) -> None:
+    """For `penstock events` of this machine: the store next to the gateway has no run folder."""
+    from penstock import paths, run_folder
+    from penstock.deployment.events import asked_by
+
+    event = {"create": "key created", "rotate": "key rotated", "revoke": "key revoked"}.get(options.action)
+    if event is not None:
+        run_folder.Run(paths.home() / "runs" / name).add_event(event, options.key or options.name, who=asked_by())
 
 
 def _port(options: argparse.Namespace) -> int:
