@@ -104,7 +104,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         opened = Store(str(tmp_path / "store.sqlite"))
     else:
         opened = Store(request.getfixturevalue("postgres"))
-        for table in ("api_keys", "api_secrets", "requests", "daily_usage", "spend", "gateway_counts"):
+        for table in ("api_keys", "api_secrets", "requests", "daily_usage", "spend", "gateway_counts", "gpu_time"):
             opened.database.execute(f"DELETE FROM {table}")
     yield opened
     opened.close()

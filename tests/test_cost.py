@@ -87,17 +87,6 @@ def test_slots_are_forgotten_when_the_store_has_them_and_bounded_while_it_is_awa
     assert len(clock.slots) == SLOTS_MAX
 
 
-def test_the_store_keeps_the_longest_count_of_a_slot(tmp_path: Path) -> None:
-    store = Store(str(tmp_path / "s.sqlite"))
-    at = int(NOW) // SLOT_S * SLOT_S
-    for gpu_s in (100.0, 50.0, 200.0):  # another gateway, and the same one a minute later
-        store.usage.put_gpu_time({(at, "m"): (gpu_s, gpu_s / 2), (at + SLOT_S, "m"): (10.0, 0.0)}, 3600.0)
-    store.usage.put_gpu_time({(at, "n"): (1.0, 1.0)}, None)
-    assert store.usage.gpu_time() == {"m": GpuUse(210.0, 100.0, 210.0), "n": GpuUse(1.0, 1.0, None)}
-    assert store.usage.gpu_time(at + 1) == {"m": GpuUse(10.0, 0.0, 10.0)}
-    store.close()
-
-
 def test_an_hour_costs_its_gpus_and_its_tokens_share_that() -> None:
     older = Spending(100.0, 50.0, 10.0, 1000.0, 900.0, 5.0)
     newer = Spending(3700.0, 50.0 + 7200, 10.0 + 1800, 1000.0 + 6e6, 900.0 + 3e6, 5.0 + 1.5e6)

@@ -22,7 +22,6 @@ FAMILIES = {"engine_families": ("vllm:",), "deployment": "demo"}
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_metrics, "DEADLINE_S", 0.05)
     monkeypatch.setattr(engine_metrics, "KEEP_S", 0.0)
 
 
@@ -85,6 +84,7 @@ async def endless(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.Stre
     ids=["hangs", "hangs up", "endless", "501", "torn", "no HTTP", "100 MB"],
 )
 async def test_a_bad_engine_is_left_out_and_reported(reply: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_metrics, "DEADLINE_S", 0.15)
     monkeypatch.setattr(engine_metrics, "PAGE_BYTES_MAX", 100_000)
     async with Rig(**FAMILIES) as rig:
         await rig.engine(reply, "bad")
@@ -154,6 +154,17 @@ async def test_engines_are_asked_with_their_key(needs_key: bool, tmp_path: Path)
         assert (asked[0].head.get(b"authorization") is not None) == needs_key
         assert asked[1].head.get(b"authorization") == b"Bearer foreign"
     await foreign.stop()
+
+
+async def test_a_slow_client_gets_the_whole_page_and_holds_up_nobody() -> None:
+    lines = b"".join(b'vllm:g{a="%d"} %d\n' % (number, number) for number in range(100_000))
+    async with Rig(**FAMILIES) as rig:
+        await rig.engine(say(page(b"# TYPE vllm:g gauge\n" + lines)))
+        slow, other = await rig.client(), await rig.client()
+        slow.get("/metrics/engines", "Connection: close\r\n")
+        assert (await slow.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        assert (await other.get("/health").response())[0].status == 200
+        assert (await slow.reader.read()).count(b"vllm:g{") == 100_000
 
 
 async def test_without_replicas_the_page_is_empty_and_whole() -> None:

@@ -249,6 +249,21 @@ async def test_client_that_leaves_after_a_failed_answer_is_not_sent_again() -> N
         assert (await rig.view())["in_flight_total"] == 0
 
 
+async def test_a_client_that_hangs_up_at_the_last_event_has_its_whole_answer() -> None:
+    gate = Gate(SSE_HEAD + b"".join(map(chunk, EVENTS)), b"")
+    async with Rig() as rig:
+        await rig.engine(gate.reply, "0")
+        client = await rig.client()
+        client.post(STREAM)
+        while DONE not in await client.reader.read(65536):
+            pass
+        client.writer.close()
+        other = await rig.client()
+        while 'outcome="complete"} 1\n' not in await other.metrics():
+            await asyncio.sleep(0.001)
+        assert (await rig.view())["in_flight_total"] == 0
+
+
 async def test_time_with_a_failed_replica_is_not_the_gateways_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "FAILED_AGAIN_S", 0.15)
     async with rig_with(failing()) as (rig, engine, client):

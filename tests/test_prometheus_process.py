@@ -78,6 +78,7 @@ def check_pages_and_export(folder: Path) -> None:
     assert "penstock_replicas_ready" in call("metrics").out
     assert 'replica="0"' in call("metrics", "--engines").out
     assert call("metrics", "--export", folder).code == 0
+    assert (folder / "grafana" / "operations.json").exists() and (folder / "google" / "operations.json").exists()
     key = folder / "scrape-key"
     assert key.stat().st_mode & 0o077 == 0 and "prometheus.yml" in (folder / "README.md").read_text()
 

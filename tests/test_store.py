@@ -19,7 +19,8 @@ from store_rig import NOW, Store, postgres, row, store
 from penstock.errors import PenstockError, UserError
 from penstock.gateway.accounting.key_store import Limits, check_new_key, hash_of, new_secret
 from penstock.gateway.accounting.store import SCHEMA_VERSION, share
-from penstock.gateway.accounting.usage_store import FOLD_ROWS
+from penstock.gateway.accounting.usage_store import FOLD_ROWS, GpuUse
+from penstock.gateway.cost import SLOT_S
 
 __all__ = ["postgres", "store"]  # the fixtures
 
@@ -223,3 +224,12 @@ def test_a_shared_store_keeps_no_log_that_machines_cannot_share(tmp_path: Path) 
         opened = Store(place)
         assert opened.database._connection.execute("PRAGMA journal_mode").fetchone()[0] == "delete"
         opened.close()
+
+
+def test_the_store_keeps_the_longest_count_of_a_slot(store: Store) -> None:
+    at = int(NOW) // SLOT_S * SLOT_S
+    for gpu_s in (100.0, 50.0, 200.0):  # another gateway, and the same one a minute later
+        store.usage.put_gpu_time({(at, "m"): (gpu_s, gpu_s / 2), (at + SLOT_S, "m"): (10.0, 0.0)}, 3600.0)
+    store.usage.put_gpu_time({(at, "n"): (1.0, 1.0)}, None)
+    assert store.usage.gpu_time() == {"m": GpuUse(210.0, 100.0, 210.0), "n": GpuUse(1.0, 1.0, None)}
+    assert store.usage.gpu_time(at + 1) == {"m": GpuUse(10.0, 0.0, 10.0)}

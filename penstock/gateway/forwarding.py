@@ -134,7 +134,8 @@ class Forwarding:
         if self._has_ended:
             return
         if self._client.is_gone:
-            self._settle("client_gone")
+            is_whole = self._ending is not None and self._ending.has_done()
+            self._settle("complete" if is_whole else "client_gone")
         else:
             self._end_early("the gateway is shutting down")
 

@@ -48,11 +48,15 @@ class Ending:
             return self._tail
         return (self._tail + read_chunks(self._older + self._newest))[-_TAIL_BYTES:]
 
+    def has_done(self) -> bool:
+        """Whether the last event was sent: many clients hang up at it."""
+        return self._read_tail().endswith(DONE_EVENT)
+
     def write_end(self, status: int, message: str, code: str) -> bytes:
         """An error event and the last event; nothing when the last event was sent."""
-        tail = self._read_tail()
-        if tail.endswith(DONE_EVENT):
+        if self.has_done():
             return b""
+        tail = self._read_tail()
         # An event cut in its middle is ended first: its reader gets broken JSON, and then the reason.
         is_between_events = not tail or tail.endswith((b"\n\n", b"\r\n\r\n"))
         gap = b"" if is_between_events else b"\n\n"

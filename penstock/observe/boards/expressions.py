@@ -18,19 +18,23 @@ KV = vllm.KV_USE
 PREEMPTIONS = vllm.SERIES["preemptions"]
 
 
+# llama.cpp counts prompt tokens without cached ones, vLLM with them.
+_LLAMACPP_PROMPT = f"rate(llamacpp:prompt_tokens_total[{RATE}]) + rate(llamacpp:prompt_tokens_cached_total[{RATE}])"
+
+
 def tokens(by: str = "") -> tuple[str, str]:
-    """Tokens per second into engines and out of them."""
+    """Tokens per second into engines, cached ones too, and out of them."""
     group = f" by ({by})" if by else ""
-    pairs = (
-        (vllm.SERIES["prompt_tokens"], "llamacpp:prompt_tokens_total"),
-        (vllm.SERIES["generation_tokens"], "llamacpp:tokens_predicted_total"),
-    )
-    in_, out = (f"sum{group} (rate({one}[{RATE}]) or rate({other}[{RATE}]))" for one, other in pairs)
-    return in_, out
+    into = f"rate({vllm.SERIES['prompt_tokens']}[{RATE}]) or {_LLAMACPP_PROMPT}"
+    out = f"rate({vllm.SERIES['generation_tokens']}[{RATE}]) or rate(llamacpp:tokens_predicted_total[{RATE}])"
+    return f"sum{group} ({into})", f"sum{group} ({out})"
 
 
 def hits(by: str = "") -> str:
-    return f"{rate(vllm.SERIES['prefix_hits'], by)} / ({rate(vllm.SERIES['prefix_queries'], by)} > 0)"
+    """The share of prompt tokens that were cached."""
+    group = f" by ({by})" if by else ""
+    of_vllm = f"{rate(vllm.SERIES['prefix_hits'], by)} / ({rate(vllm.SERIES['prefix_queries'], by)} > 0)"
+    return f"{of_vllm} or {rate('llamacpp:prompt_tokens_cached_total', by)} / (sum{group} ({_LLAMACPP_PROMPT}) > 0)"
 
 
 def share_failed() -> str:
