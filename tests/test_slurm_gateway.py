@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -79,13 +80,19 @@ def test_before_its_time_is_over_the_gateway_moves_to_another_job(desk: Desk) ->
 
 
 def test_with_the_controller_in_a_job_nothing_stays_on_the_login_node(desk: Desk) -> None:
-    key = up(desk, desk.write(gateway={**JOB, "drain_s": 2}, slurm={"controller": "job", "time": "10"}))
+    block = {"controller": "job", "time": "10"}
+    key = up(desk, desk.write(gateway={**JOB, "drain_s": 2}, slurm=block, observe={"prometheus": True}))
     assert answer(desk, key).startswith("1:tell 2:me")
     assert [one.argv for host, one in desk.marked() if host == "login"] == []
 
     def controllers() -> list[HostProcess]:
         return [one for _, one in desk.marked() if one.argv[1:3] == ["-m", "penstock.deployment.controller"]]
 
+    def watchers() -> list[HostProcess]:
+        return [one for _, one in desk.marked() if one.env.get("PENSTOCK_ROLE") == "prometheus"]
+
+    n_watchers = 1 if shutil.which("prometheus") else 0
+    desk.wait(lambda: len(watchers()) == n_watchers, "Prometheus runs in its job")
     (before,) = controllers()
     os.kill(before.outer_pid, 9)
     desk.wait(lambda: [one.pid for one in controllers()] not in ([], [before.pid]), "its script starts it again")
@@ -95,6 +102,7 @@ def test_with_the_controller_in_a_job_nothing_stays_on_the_login_node(desk: Desk
     job = desk.job("0", kind="controller")
     desk.slurm.run(["scontrol", "update", f"jobid={job}", "timelimit=1"])
     desk.wait(lambda: desk.status()["controller"]["unit"] == "1", "the next controls", 60)
+    desk.wait(lambda: len(watchers()) == n_watchers, "one Prometheus is left, that of the next")
     desk.call("scale", "one", 1)
     desk.slurm.run(["scancel", str(desk.job("1", kind="controller"))])
     desk.wait(lambda: desk.status()["controller"]["state"] == "gone", "status tells that nobody controls")
