@@ -110,10 +110,9 @@ def test_a_full_disk_is_no_end(watched: Watched, run: Run, monkeypatch: pytest.M
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("penstock.deployment.controller.prometheus.write_settings", full)
-    assert not watched.try_turn(0.0) and not watched.started
-    monkeypatch.undo()
-    monkeypatch.setattr("shutil.which", lambda name: PROGRAM)
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.deployment.controller.prometheus.write_settings", full)
+        assert not watched.try_turn(0.0) and not watched.started
     assert watched.try_turn(1.0) and len(watched.started) == 1
 
 

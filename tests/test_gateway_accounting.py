@@ -183,7 +183,8 @@ async def test_every_end_has_its_state(place: str) -> None:
 
 async def test_key_sees_its_models_only(place: str) -> None:
     secret, other = make_key(place, models=("alias",)), make_key(place, "bob")
-    async with rig_with(say(ANSWER), store=place, auth="keys", models=MODELS) as (rig, _, client):
+    settings: dict[str, Any] = {"auth": "keys", "models": MODELS, "access_log": f"{place}.log"}
+    async with rig_with(say(ANSWER), store=place, **settings) as (rig, _, client):
         for model, status in (("demo", 200), ("alias", 200), ("other", 403), ("absent", 404)):
             assert await statuses(rig, secret, 1, b'{"model":"%s"}' % model.encode()) == [status]
         assert await statuses(rig, "sk-wrong", 1) == [401]
@@ -195,6 +196,8 @@ async def test_key_sees_its_models_only(place: str) -> None:
         kept = await rows(rig, 3)
         assert (kept[2]["status"], kept[2]["state"]) == (403, "refused")
         assert len({line["key_id"] for line in kept}) == 1
+        logged = [json.loads(line) for line in Path(f"{place}.log").read_text().splitlines()]
+        assert [(line["status"], line["key"]) for line in logged] == [(200, "alice"), (200, "alice"), (403, "alice")]
 
 
 @pytest.mark.parametrize(

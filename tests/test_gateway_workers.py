@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from gateway_processes import Workers, until, workers
+from gateway_processes import Workers, ask, until, workers
 from store_rig import Store, writer_of
 
 from penstock.gateway.accounting.entry import Accounting
@@ -128,11 +128,16 @@ def count(gateway: Workers) -> float:
 
 @pytest.mark.processes
 def test_all_workers_obey_and_report_whoever_is_asked(tmp_path: Path) -> None:
-    with workers(tmp_path, 3) as gateway:
+    access_log = tmp_path / "access.log"
+    with workers(tmp_path, 3, "--access-log", str(access_log)) as gateway:
         replica = {"replica": gateway.replica}
         for number in range(1, 6):
             gateway.chat()
             assert [count(gateway) for _ in range(3)] == [number] * 3
+        slow = [len(ask(f"{gateway.listen}/dashboard/live?once")["slow"]) for _ in range(3)]
+        assert slow == [5] * 3
+        until(lambda: access_log.read_bytes().count(b"\n") == 5)
+        assert {json.loads(line)["status"] for line in access_log.open()} == {200}
         for path, n_ready in (("drain", 0), ("undrain", 1), ("drain", 0)):
             gateway.call(path, replica)
             assert gateway.ready() == {n_ready}

@@ -142,3 +142,5 @@ def test_files_and_variables_of_the_gateway_are_checked_before_anything_starts()
         "gateway.upstreams[0].key_env: NO_SUCH_KEY is not set",
         'gateway.tls_cert: cannot read "/no/cert.pem" (check the path)',
     ]
+    for log, is_fine in (("/no/access.log", False), ("/tmp", False), ("/tmp/access.log", True), ("stderr", True)):
+        assert (preflight.unreadable_files(GatewaySpec(access_log=log)) == []) is is_fine

@@ -63,6 +63,8 @@ def test_samples_are_sent_on_with_the_token_of_a_file() -> None:
 def test_targets_name_the_deployment_and_exporters_their_node() -> None:
     (row,) = json.loads(prometheus.targets(deployment(), ["10.0.0.2:9", "10.0.0.1:9"]))
     assert row == {"targets": ["10.0.0.1:9", "10.0.0.2:9"], "labels": {"deployment": "demo", "target": "local"}}
+    (single,) = json.loads(prometheus.targets(deployment(), ["10.0.0.2:9"]))
+    assert single["labels"]["instance"] == "gateway", "its series go on where its port changes"
     machines = [MachineReading("gpu1", dcgm_port=9400), MachineReading("gpu2"), MachineReading("gpu1", dcgm_port=9400)]
     (exporter,) = json.loads(prometheus.dcgm_targets(deployment(), machines))
     assert exporter["targets"] == ["gpu1:9400"] and exporter["labels"]["node"] == "gpu1"

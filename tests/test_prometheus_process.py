@@ -56,7 +56,7 @@ def test_it_watches_dies_comes_back_and_ends_with_its_deployment(
 
     wait_until(is_scraped, "both pages are scraped", UP_S)
     assert value('count(sum by (replica) (vllm:num_requests_running{deployment="one"}))') == 2, "each replica's page"
-    assert value('penstock_replicas_ready{deployment="one",target="local"}') == 2
+    assert value('penstock_replicas_ready{deployment="one",instance="gateway"}') == 2
     refused = call("metrics", "sum(up) by (")
     assert refused.code == 2 and "1:13: parse error" in refused.err
     assert "LAST" in call("metrics", "up", "--range", "1m").out

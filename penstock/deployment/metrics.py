@@ -46,6 +46,8 @@ def prometheus_url(run: Run) -> str:
 
 
 def _no_prometheus(run: Run) -> PenstockError:
+    if run.is_ended():
+        return PenstockError(f'no Prometheus watches "{run.name}": it is down')
     if not run.deployment().observe.prometheus:
         hint = "Set observe.prometheus: true and run `penstock up --replace`, or for one of yours: "
         return PenstockError(f'no Prometheus watches "{run.name}"', hint=f"{hint}penstock metrics --export DIR.")

@@ -19,6 +19,7 @@ from penstock.hardware import Gpu, Machine, catalog
 from penstock.observe import prometheus
 from penstock.paths import free_bytes
 from penstock.spec.deployment import Deployment, GatewaySpec, Observe
+from penstock.spec.gateway import STDERR
 from penstock.targets import Target
 from penstock.text import MIB, show_bytes
 
@@ -87,6 +88,11 @@ def unreadable_files(gateway: GatewaySpec) -> list[Problem]:
     for field, name in files.items():
         if name is not None and not os.access(Path(name).expanduser(), os.R_OK):
             problems.append(Problem(f"gateway.{field}", f'cannot read "{name}"', "check the path"))
+    log = gateway.access_log
+    if log is not None and log != STDERR:
+        path = Path(log).expanduser()
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            problems.append(Problem("gateway.access_log", f'cannot write "{log}"', "make its folder, or use stderr"))
     return problems
 
 

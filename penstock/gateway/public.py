@@ -9,6 +9,7 @@ from urllib.parse import parse_qs, unquote
 
 from penstock import __version__
 from penstock.gateway.accounting.entry import Accounting
+from penstock.gateway.accounting.exchange import Exchange
 from penstock.gateway.accounting.keys import KeyHolder
 from penstock.gateway.body_fields import ModelFacts
 from penstock.gateway.config import UNIX, GatewayConfig, ServedModel, parse_address
@@ -199,7 +200,8 @@ class Public:
             assert name is not None
             return _unknown_model(name)
         if holder is not None and not holder.may_use(name or model, *self._names[model]):
-            self._accounting.refuse(facts, model, holder, 403)
+            exchange = Exchange(head, facts, "refused", client.address, False) if self._accounting.logs_all else None
+            self._accounting.refuse(facts, model, holder, exchange)
             return _forbidden_model(name or model)
         if name in self._foreign_aliases and request.body:
             request.body = rename_model(request, self._foreign_aliases[name])

@@ -99,8 +99,12 @@ def _remote_write(observe: Observe) -> dict[str, Any]:
 
 
 def targets(deployment: Deployment, addresses: Sequence[str]) -> str:
-    """targets.json: the gateways, "host:port" each."""
-    return _file_sd([(sorted(addresses), _labels(deployment))])
+    """targets.json: the gateways, "host:port" each.
+
+    A single one is called "gateway": its port is another after each `up`, and its series shall go on.
+    """
+    name = {"instance": "gateway"} if len(addresses) == 1 else {}
+    return _file_sd([(sorted(addresses), _labels(deployment) | name)])
 
 
 def dcgm_targets(deployment: Deployment, machines: Iterable[MachineReading]) -> str:

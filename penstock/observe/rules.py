@@ -149,8 +149,8 @@ def _budgets(deployment: Deployment) -> Iterator[tuple[_Budget, str, str]]:
 
 def _bound(promised_ms: float) -> str:
     """A pattern of the bucket bound "0.5" or "2.0", which some versions of Prometheus write as "2"."""
-    whole, _, rest = str(promised_ms / 1000).partition(".")
-    return f"{whole}(\\\\.0)?" if rest == "0" else f"{whole}\\\\.{rest}"
+    text = str(promised_ms / 1000)
+    return f"{text[:-2]}(\\\\.0)?" if text.endswith(".0") else text.replace(".", "\\\\.")
 
 
 def _ratios(budget: _Budget, bad: str, all_: str) -> Iterator[Rule]:

@@ -133,11 +133,11 @@ class Accounting:
             return None
         return Entry(self, facts, model, holder, body)
 
-    def refuse(self, facts: RequestFacts, model: str, holder: KeyHolder, status: int) -> None:
-        """Records a request rejected before forwarding."""
+    def refuse(self, facts: RequestFacts, model: str, holder: KeyHolder, exchange: Exchange | None) -> None:
+        """Records a request for a model that its key may not use."""
         entry = self.open(facts, model, holder)
         if entry is not None:
-            entry.refuse(status)
+            entry.refuse(403, exchange)
 
     def over_limit(self, refusal: Refusal, holder: KeyHolder, now: float) -> Answer:
         self.refusals[refusal.kind] += 1
@@ -351,10 +351,10 @@ class Entry:
             accounting.charge(key_id, cost_usd, quota)
         return usage
 
-    def refuse(self, status: int) -> None:
+    def refuse(self, status: int, exchange: Exchange | None) -> None:
         """The gateway answers with this status itself, and forwards nothing."""
         self._status = status
-        self.end("refused", "")
+        self.end("refused", "", exchange)
 
     def _state(self, outcome: str) -> State:
         if outcome == "complete":

@@ -19,12 +19,12 @@ class Exchange(msgspec.Struct, gc=False):
     outcome: str
     client: str
     streams: bool
-    hold_s: float
-    own_s: float
-    sent_at: float
-    first_at: float
-    last_at: float
-    trace: TraceContext | None
+    hold_s: float = 0.0
+    own_s: float = 0.0
+    sent_at: float = 0.0
+    first_at: float = 0.0
+    last_at: float = 0.0
+    trace: TraceContext | None = None
     key: str = ""
 
 
