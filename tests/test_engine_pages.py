@@ -124,6 +124,7 @@ def test_what_is_no_family_of_an_engine_is_left_out() -> None:
     page = gauge('{engine="0"} 1')
     others = gauge(" 1", name="process_cpu") + gauge('{engine="0"} 1', name="vllm:g_created")
     assert merged(others + page + others) == merged(page)
+    assert merged('# TYPE vllm:g"h gauge\nvllm:g"h 1\n') == ""
     assert merged(b"", b"\xff\xfe", b"<html>\n", others, "# TYPE", "# TYPE \n", "# TYPE vllm:x counter") == (
         "# TYPE vllm:x counter\n"
     )

@@ -21,6 +21,7 @@ MAX_LINE_BYTES = 65536
 # What follows a family's name in its samples.
 _PARTS = {b"histogram": (b"_bucket", b"_sum", b"_count"), b"summary": (b"", b"_sum", b"_count")}
 _KINDS = frozenset((b"counter", b"gauge", b"histogram", b"summary"))
+_NAME = re.compile(rb"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _TEXT = rb'"((?:[^"\\]++|\\.)*+)"'
 _LABELS = rb'\{((?:[^"}]++|"(?:[^"\\]++|\\.)*+")*+)\}'
 _SAMPLE = re.compile(
@@ -110,7 +111,7 @@ class EnginePages:
     def _open(self, header: bytes, about: bytes) -> _Family | None:
         name, _, kind = header.partition(b" ")
         family = None
-        if name.startswith(self._prefixes) and not name.endswith(b"_created"):
+        if name.startswith(self._prefixes) and _NAME.fullmatch(name) and not name.endswith(b"_created"):
             kind = kind if kind in _KINDS else b"untyped"
             words = b"HELP %s " % name
             name = self._renamed.get(name, name)
