@@ -98,6 +98,14 @@ def test_odd_lines_are_understood_or_left_out(line: str, expected: str | None) -
     assert lines[-1] == 'vllm:g{replica="0",engine="0"} 3'
 
 
+@pytest.mark.parametrize("end", ['"} x7', '"} 1e', '"} 1 2 3', '" 1', '"} ', "", '"} 1"} y'])
+def test_a_broken_line_costs_no_other_line(end: str) -> None:
+    page = gauge('{engine="0"} 1', f'{{engine="1{end}', '{engine="2"} 3')
+    lines = [line for line in merged(page, gauge('{engine="0"} 5')).splitlines() if line[0] != "#"]
+    assert lines == [f'vllm:g{{replica="{row}"}}'.replace("}", f',engine="{engine}"}} {value}')
+                     for row, engine, value in ((0, 0, 1), (0, 2, 3), (1, 0, 5))]  # fmt: skip
+
+
 def test_old_names_become_present_ones_and_a_page_with_both_shows_the_present_one() -> None:
     old = gauge('{engine="0"} 0.5', name="vllm:gpu_cache_usage_perc")
     new = gauge('{engine="0"} 0.25', name="vllm:kv_cache_usage_perc")
@@ -116,6 +124,7 @@ def test_what_is_no_family_of_an_engine_is_left_out() -> None:
     page = gauge('{engine="0"} 1')
     others = gauge(" 1", name="process_cpu") + gauge('{engine="0"} 1', name="vllm:g_created")
     assert merged(others + page + others) == merged(page)
+    assert merged('# TYPE vllm:g"h gauge\nvllm:g"h 1\n') == ""
     assert merged(b"", b"\xff\xfe", b"<html>\n", others, "# TYPE", "# TYPE \n", "# TYPE vllm:x counter") == (
         "# TYPE vllm:x counter\n"
     )

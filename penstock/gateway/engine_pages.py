@@ -5,7 +5,7 @@ https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
 Line by line that takes 4 us a line. But a label's value holds no raw quote and no raw line end, so the bytes
 `{engine="` are where the labels of a sample begin, and nowhere else: one `bytes.replace` for a family inserts ours.
 Where it did not reach every line, they are read one by one: samples without labels, names of older versions, a label
-that an engine and we both set, broken lines.
+that an engine and we both set, broken lines. One wrong line would cost Prometheus the pages of all replicas.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ MAX_LINE_BYTES = 65536
 # What follows a family's name in its samples.
 _PARTS = {b"histogram": (b"_bucket", b"_sum", b"_count"), b"summary": (b"", b"_sum", b"_count")}
 _KINDS = frozenset((b"counter", b"gauge", b"histogram", b"summary"))
+_NAME = re.compile(rb"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _TEXT = rb'"((?:[^"\\]++|\\.)*+)"'
 _LABELS = rb'\{((?:[^"}]++|"(?:[^"\\]++|\\.)*+")*+)\}'
 _SAMPLE = re.compile(
     rb"([a-zA-Z_:][a-zA-Z0-9_:]*)[ \t]*(?:" + _LABELS + rb')?[ \t]*([^ \t{}"]+)((?:[ \t]+-?[0-9]+)?)[ \t]*'
 )
+# The end of a sample's labels and no number after it. In a label's value that quote would be escaped.
+_BROKEN = re.compile(rb'"\} (?!(?:[-+]?[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?|NaN|[-+]Inf)(?:\n|\Z))')
 _LABEL = re.compile(rb"[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*" + _TEXT + rb"[ \t]*(?:,|\Z)")
 
 
@@ -68,10 +71,11 @@ class EnginePages:
     def add(self, page: bytes, labels: Labels) -> None:
         """Adds a replica's page. A family whose kind differs from that of an earlier page is left out."""
         self._n_pages += 1
-        own = _Own(labels)
+        own, page = _Own(labels), _cleaned(page)
+        is_sound = _BROKEN.search(page) is None
         older: list[tuple[bytes, _Family, bytes]] = []
         family, about = None, b""
-        for part in (b"\n" + _cleaned(page).rstrip(b"\n")).split(b"\n# "):
+        for part in (b"\n" + page.rstrip(b"\n")).split(b"\n# "):
             end = part.find(b"\n")
             if part[:5] != b"TYPE ":
                 about = part if end < 0 else part[:end]
@@ -91,7 +95,8 @@ class EnginePages:
             else:
                 family.last_page = self._n_pages
                 if end >= 0:
-                    family.blocks.append(_insert(family, part[end:], own))
+                    block = _insert(family, part[end:], own) if is_sound else None
+                    family.blocks.append(_rewrite(name, family, part[end:], own) if block is None else block)
         for name, family, block in older:
             if family.last_page != self._n_pages:
                 family.last_page = self._n_pages
@@ -106,7 +111,7 @@ class EnginePages:
     def _open(self, header: bytes, about: bytes) -> _Family | None:
         name, _, kind = header.partition(b" ")
         family = None
-        if name.startswith(self._prefixes) and not name.endswith(b"_created"):
+        if name.startswith(self._prefixes) and _NAME.fullmatch(name) and not name.endswith(b"_created"):
             kind = kind if kind in _KINDS else b"untyped"
             words = b"HELP %s " % name
             name = self._renamed.get(name, name)
@@ -120,28 +125,27 @@ class EnginePages:
         return family
 
 
-def _insert(family: _Family, block: bytes, own: _Own) -> bytes:
-    """The samples with our labels first."""
-    # All samples of a family have the same labels, as those who write them have it.
+def _insert(family: _Family, block: bytes, own: _Own) -> bytes | None:
+    """The samples with our labels first; None where a line has not the labels that were expected."""
     n_lines = block.count(b"\n")
+    # All samples of a family have the same labels, as those who write them have it.
     line = block[: block.find(b"\n", 1)] if n_lines > 1 else block
     for clash in own.clashes:
         if clash in line:
-            return _rewrite(family.name, family, block, own)
+            return None
     if not family.opening:
         at = line.find(b"{")
         end = line.find(b'="', at)
         family.opening = line[at : end + 2] if 0 <= at < end else b"\0"  # which is on no page
     opening = family.opening
     changed = block.replace(opening, b"{%s,%s" % (own.text, opening[1:]))
-    if len(changed) - len(block) == n_lines * (len(own.text) + 1):
-        return changed
-    return _rewrite(family.name, family, block, own)
+    is_whole = len(changed) - len(block) == n_lines * (len(own.text) + 1) and block.count(b'"} ') == n_lines
+    return changed if is_whole else None
 
 
 def _cleaned(page: bytes) -> bytes:
     if not page.isascii():
-        page = page.decode(errors="replace").encode()  # one wrong byte would cost Prometheus the whole scrape
+        page = page.decode(errors="replace").encode()
     return page.replace(b"\r\n", b"\n") if b"\r" in page else page
 
 
