@@ -88,10 +88,10 @@ def test_slots_are_forgotten_when_the_store_has_them_and_bounded_while_it_is_awa
 
 
 def test_an_hour_costs_its_gpus_and_its_tokens_share_that() -> None:
-    older = Spending(100.0, 50.0, 10.0, 1000.0, 900.0, 5.0)
-    newer = Spending(3700.0, 50.0 + 7200, 10.0 + 1800, 1000.0 + 6e6, 900.0 + 3e6, 5.0 + 1.5e6)
-    assert cost_between(older, newer, 3.0) == Cost(6.0, 1.0, 0.75, 0.5)
-    assert cost_between(older, newer, None) == Cost(None, None, 0.75, 0.5)
+    older = Spending(100.0, 50.0, 10.0, 1000.0, 900.0, 100.0, 5.0)
+    newer = Spending(3700.0, 50.0 + 7200, 10.0 + 1800, 1000.0 + 6e6, 900.0 + 3e6, 100.0 + 1e6, 5.0 + 1.5e6)
+    assert cost_between(older, newer, 3.0) == Cost(6.0, 1.0, 0.75, 1.5)
+    assert cost_between(older, newer, None) == Cost(None, None, 0.75, 1.5)
     without_store = newer._replace(tokens=older.tokens)
     assert cost_between(older, without_store, 3.0).usd_per_million_tokens == 2.0
     assert cost_between(older, older, 3.0) == Cost()
@@ -125,7 +125,26 @@ def test_engines_and_drivers_that_begin_again_lose_nothing_that_was_counted() ->
     meter.read(tokens, view(("a", 100.0, 50.0)), 0.0)
     meter.read(tokens, view(("a", 150.0, 60.0), ("b", 1000.0, 1000.0)), 1.0)
     meter.read(tokens, view(("a", 10.0, 0.0), ("b", float("nan"), 1001.0)), 2.0)
-    assert meter.read(tokens, view(("a", 11.0, 2.0)), 3.0) == Spending(3.0, 0.0, 0.0, 5.0, 51.0, 13.0)
+    assert meter.read(tokens, view(("a", 11.0, 2.0)), 3.0) == Spending(3.0, 0.0, 0.0, 5.0, 51.0, 51.0, 13.0)
+
+
+def test_a_gpu_that_two_replicas_share_burns_its_energy_once() -> None:
+    meter, machine = SpendingMeter(), MachineReading("h", gpus=(GpuReading(0, "u", energy_joules=1.0),))
+    rows = view(("a", 0.0, 0.0), ("b", 0.0, 0.0)).replicas
+
+    def shared(joules: float) -> GatewayView:
+        gpu = msgspec.structs.replace(machine.gpus[0], energy_joules=joules)
+        machines = (msgspec.structs.replace(machine, gpus=(gpu,)),)
+        return GatewayView(
+            tuple(
+                msgspec.structs.replace(row, announcement=msgspec.structs.replace(row.announcement, machines=machines))
+                for row in rows
+            ),
+            *(0, 0, 0),
+        )
+
+    meter.read([], shared(10.0), 0.0)
+    assert meter.read([], shared(17.0), 1.0).joules == 7.0
 
 
 def test_keys_share_the_cost_of_their_models_gpus_by_tokens() -> None:

@@ -90,13 +90,14 @@ def _model(name: str) -> Labels:
 
 class Spending(NamedTuple):
     """Growing sums at the time `at`: GPU seconds, tokens of prompts and answers, and the same tokens as engines count
-    them, with the energy of their GPUs."""
+    them, those of answers alone, and the energy of the engines' GPUs."""
 
     at: float
     gpu_s: float
     busy_s: float
     tokens: float
     engine_tokens: float
+    output_tokens: float
     joules: float
 
 
@@ -105,23 +106,25 @@ class SpendingMeter:
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, ...], float] = {}
-        self._engine_tokens = self._joules = 0.0
+        self._prompt_tokens = self._output_tokens = self._joules = 0.0
 
     def read(self, families: Iterable[Family], view: GatewayView, now: float) -> Spending:
         """To be called with all counters, of all workers, as often as a row is wanted."""
         before, self._before = self._before, {}
         for row in view.replicas:
-            load, gpus = row.announcement.load, [gpu for each in row.announcement.machines for gpu in each.gpus]
+            name, load = row.announcement.replica, row.announcement.load
             if load is not None:
-                tokens = load.prompt_tokens + load.output_tokens
-                self._engine_tokens += self._growth(before, (row.announcement.replica,), tokens)
-            for gpu in gpus:
-                if gpu.energy_joules is not None:
-                    self._joules += self._growth(before, (row.announcement.replica, gpu.uuid), gpu.energy_joules)
+                self._prompt_tokens += self._growth(before, ("prompt", name), load.prompt_tokens)
+                self._output_tokens += self._growth(before, ("output", name), load.output_tokens)
+        gpus = [gpu for row in view.replicas for machine in row.announcement.machines for gpu in machine.gpus]
+        for uuid, joules in {gpu.uuid: gpu.energy_joules for gpu in gpus}.items():  # two replicas may share one
+            if joules is not None:
+                self._joules += self._growth(before, ("gpu", uuid), joules)
         counts = dict(families)
         tokens = sum(n for labels, n in counts.get("tokens_total", {}).items() if dict(labels)["kind"] != "cached")
         ready, busy = (sum(counts.get(name, {}).values()) for name in ("gpu_seconds_total", "gpu_busy_seconds_total"))
-        return Spending(now, ready, busy, tokens, self._engine_tokens, self._joules)
+        engine_tokens = self._prompt_tokens + self._output_tokens
+        return Spending(now, ready, busy, tokens, engine_tokens, self._output_tokens, self._joules)
 
     def _growth(self, before: Mapping[tuple[str, ...], float], key: tuple[str, ...], value: float) -> float:
         if not math.isfinite(value):
@@ -140,13 +143,13 @@ def cost_between(older: Spending, newer: Spending, gpu_hour_usd: float | None) -
         return Cost()
     engine_tokens = newer.engine_tokens - older.engine_tokens
     tokens = newer.tokens - older.tokens or engine_tokens
-    joules = newer.joules - older.joules
+    output_tokens, joules = newer.output_tokens - older.output_tokens, newer.joules - older.joules
     usd = None if gpu_hour_usd is None or gpu_s <= 0 else gpu_s / 3600 * gpu_hour_usd
     return Cost(
         usd_per_hour=None if usd is None else round(usd / seconds * 3600, 4),
         usd_per_million_tokens=None if usd is None or tokens <= 0 else round(usd / tokens * 1e6, 4),
         idle_share=None if gpu_s <= 0 else round(min(1.0, max(0.0, 1 - (newer.busy_s - older.busy_s) / gpu_s)), 4),
-        joules_per_token=None if joules <= 0 or engine_tokens <= 0 else round(joules / engine_tokens, 4),
+        joules_per_token=None if joules <= 0 or output_tokens <= 0 else round(joules / output_tokens, 4),
     )
 
 

@@ -101,7 +101,8 @@ class Attainment(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Cost(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of the last hour. `idle_share`: of the GPU time of ready replicas, the part in which no request ran."""
+    """Of the last hour. `idle_share`: of the GPU time of ready replicas, the part in which no request ran.
+    `joules_per_token`: GPU energy for each token of an answer."""
 
     usd_per_hour: float | None = None
     usd_per_million_tokens: float | None = None
