@@ -2,7 +2,9 @@
 
 Gateways that differ in this alone stand before one mock engine and get the same load in turn, so that a noisy machine
 is noisy for all. CPU is the scheduler's own count of all threads, the sending of spans and the later work of the ledger
-included; the collector is another process. The ratio is the median of those of the rounds.
+included; the collector is another process. What is more is compared with the smallest request, answered at once, and
+with a stream of 50 events, whose own cost differs more from round to round than all of this does: so it is measured
+without traces only. The bar is that of streams.
 
 Exit codes: 0, with --check 1 when a bar does not hold.
 """
@@ -37,13 +39,12 @@ def settings(name: str, collector: int, folder: Path) -> dict[str, object]:
         "off again": {},
         "traces 1.0": {"traces": {"endpoint": endpoint}},
         "traces 0.1": {"traces": {"endpoint": endpoint, "sample": 0.1}},
-        "traces 0.01": {"traces": {"endpoint": endpoint, "sample": 0.01}},
         "access log": log,
         "all": {"traces": {"endpoint": endpoint}, **log},
     }[name]  # type: ignore[return-value]
 
 
-NAMES = ("off", "off again", "traces 1.0", "traces 0.1", "traces 0.01", "access log", "all")
+NAMES = ("off", "off again", "traces 1.0", "traces 0.1", "access log", "all")
 
 
 def start(stack: ExitStack, folder: Path, name: str, upstream: int, collector: int) -> tuple[int, int]:
@@ -65,7 +66,8 @@ def start(stack: ExitStack, folder: Path, name: str, upstream: int, collector: i
     path = folder / f"{name}.json"
     path.write_text(json.dumps(config))
     argv = [sys.executable, "-m", "penstock.gateway", str(path)]
-    return stack.enter_context(running(argv, port, folder, {"PYTHONPATH": str(ROOT)})), port
+    environment = {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+    return stack.enter_context(running(argv, port, folder, environment)), port
 
 
 def spent_s(pid: int) -> float:
@@ -85,34 +87,36 @@ def measure(pid: int, port: int, n_requests: int, streams: bool) -> float:
 
 
 def run(options: argparse.Namespace) -> bool:
-    samples: dict[tuple[str, bool], list[float]] = {}
+    samples: dict[str, list[float]] = {}
+    streams: list[float] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-bench-")))
         upstream, collector = free_port(), free_port()
         mock = str(Path(__file__).with_name("gateway_mock.py"))
         for port in (upstream, collector):
             stack.enter_context(running([sys.executable, mock, str(port)], port, folder))
-        gateways = {name: start(stack, folder, name, upstream, collector) for name in options.only or NAMES}
+        gateways = {name: start(stack, folder, name, upstream, collector) for name in NAMES}
         time.sleep(2)
         for pid, port in gateways.values():
             measure(pid, port, 1000, streams=False)
         for number in range(options.rounds):
             names = list(gateways)
-            for streams, n_requests in ((False, options.requests), (True, options.streams)):
-                for name in names[number % len(names) :] + names[: number % len(names)]:
-                    samples.setdefault((name, streams), []).append(measure(*gateways[name], n_requests, streams))
-    return report(samples)
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                samples.setdefault(name, []).append(measure(*gateways[name], options.requests, streams=False))
+            streams.append(measure(*gateways["off"], options.streams, streams=True))
+    return report(samples, statistics.median(streams))
 
 
-def report(samples: dict[tuple[str, bool], list[float]]) -> bool:
+def report(samples: dict[str, list[float]], stream_us: float) -> bool:
+    """Prints all figures; whether the bar holds for each."""
     holds = True
-    for streams, what in ((False, "us a request"), (True, "us a stream of 50 events")):
-        off = samples["off", streams]
-        for name in [name for name, is_of in samples if is_of == streams]:
-            values = samples[name, streams]
-            ratio = statistics.median(mine / theirs for mine, theirs in zip(values, off, strict=True))
-            print(f"{name:14}{statistics.median(values):10.1f} {what:26}{ratio:8.3f}x")
-            holds = holds and (ratio <= RATIO_MAX or name == "off")
+    print(f"{'':14}{'us/request':>12}{'more us':>10}{'a request':>12}{'a stream of':>14} {stream_us:.0f} us")
+    for name, values in samples.items():
+        more_us = statistics.median(mine - theirs for mine, theirs in zip(values, samples["off"], strict=True))
+        median_us = statistics.median(values)
+        of_request, of_stream = 1 + more_us / statistics.median(samples["off"]), 1 + more_us / stream_us
+        print(f"{name:14}{median_us:12.1f}{more_us:10.1f}{of_request:11.2f}x{of_stream:13.3f}x")
+        holds = holds and of_stream <= RATIO_MAX
     return holds
 
 
@@ -121,7 +125,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--requests", type=int, default=8000, help="a round")
     parser.add_argument("--streams", type=int, default=640, help="a round")
-    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="2 short rounds")
     parser.add_argument("--native", action=argparse.BooleanOptionalAction, default=True, help="compile the gateway")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a bar does not hold")
