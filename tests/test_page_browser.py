@@ -33,6 +33,7 @@ def browser() -> Iterator[Browser]:
     program = shutil.which("chromium")
     if program is None:
         pytest.skip("chromium is not installed")
+    expect.set_options(timeout=20_000)
     with sync_playwright() as playwright:
         # Chromium refuses to sandbox for root, and /dev/shm is small in containers.
         arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--lang=en"]
