@@ -218,7 +218,9 @@ class _Screen:
         from penstock.cli.top_view import View
 
         self._deployments = deployments
-        self._console = Console(highlight=False, markup=False, emoji=False)
+        # Rich takes these for the size, and a terminal can be resized.
+        environ = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+        self._console = Console(highlight=False, markup=False, emoji=False, _environ=environ)
         self._view = View()
         self._log: _Log | None = None
         self._seen: list[Watched] = []
