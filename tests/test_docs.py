@@ -97,7 +97,7 @@ queries queue quota
 ranges reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses retries
 rights rope rules
 scale scheduling schema script server service services settings setup shared site snapshot solve sse startup
-static stats status stop store strategic supervisor svg sweep sync synthetic
+static stats status stop store strategic structs supervisor svg sweep sync synthetic
 terminal timestamps top topology totals traffic tunnel tunnels
 unit upstreams
 validity versions view vision

@@ -99,7 +99,11 @@ class Deployments:
 
     def __init__(self, names: Sequence[str]) -> None:
         from penstock import run_folder
+        from penstock.cli import top_text  # noqa: F401 - so that its types are prepared, and those of the next line
+        from penstock.deployment import live, observe  # noqa: F401
+        from penstock.wire.structs import prepare_loaded
 
+        prepare_loaded()
         self._is_all = not names
         self._stop = threading.Event()
         self._watchers: dict[str, _Watcher] = {}

@@ -30,6 +30,7 @@ from penstock.node.readings import MachineReader, Readings
 from penstock.node.ready_file import ReadyFile
 from penstock.node.supervisor import END_S, NodeSupervisor
 from penstock.run_folder import Launch
+from penstock.wire.structs import prepare_loaded
 
 
 def _member(
@@ -112,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     readings = Readings(MachineReader(options.launch.parent.parent).read)
     readings.start()
     prerequisites = Prerequisites(launch.plan, args, options.claim_gpus, readings)
+    prepare_loaded()
     make = NodeSupervisor if rank == 0 else _member
     supervisor = make(launch, args, engines.load(launch.plan.engine), admin, prerequisites, readings, ready_file)
     terms = _on_signals(supervisor.stop, options.kill_after)

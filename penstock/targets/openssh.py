@@ -21,6 +21,7 @@ from penstock import processes
 from penstock.errors import PenstockError
 from penstock.log_lines import last_words
 from penstock.paths import control_folder
+from penstock.wire.structs import prepare_loaded
 
 _CONNECT_S = 5
 _SILENCE_S = 3  # three of these without a word from the host end a connection
@@ -243,5 +244,6 @@ def at_once(hosts: Sequence[str], ask: Callable[[str], T]) -> dict[str, T | Pens
     names = list(dict.fromkeys(hosts))
     if not names:
         return {}
+    prepare_loaded()
     with ThreadPoolExecutor(min(64, len(names)), thread_name_prefix="ssh") as pool:
         return dict(zip(names, pool.map(answer, names), strict=True))

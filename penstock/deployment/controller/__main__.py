@@ -17,6 +17,7 @@ from typing import TextIO
 
 from penstock.deployment.controller.loop import Controller
 from penstock.run_folder import Run
+from penstock.wire.structs import prepare_loaded
 
 _WAIT_S = 1.0
 
@@ -46,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
     if lock is None:
         return 0
     controller = Controller(run, options.unit, options.sockets)
+    prepare_loaded()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: controller.stop.set())
     try:

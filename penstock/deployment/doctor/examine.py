@@ -39,6 +39,7 @@ from penstock.planner import Plan
 from penstock.spec import reading
 from penstock.spec.deployment import DEMO_MODEL, Deployment
 from penstock.targets import Surveyed, Target
+from penstock.wire.structs import prepare_loaded
 
 _MACHINE_CHECK = "penstock.node.checks.machine"
 _ENGINES = ("llamacpp", "vllm")
@@ -67,6 +68,7 @@ def examine(deployment: Deployment, is_quick: bool = False, on_step: OnStep | No
     cache = ["--cache", deployment.cache.folder] if deployment.cache.folder else []
     argv = ["-m", _MACHINE_CHECK, "--model", deployment.model, *cache]
     say("surveying the nodes, and looking up the model")
+    prepare_loaded()
     with ThreadPoolExecutor(3) as pool:
         survey = pool.submit(_survey_nodes, target, deployment, argv)
         model_check = pool.submit(check_model, deployment)

@@ -32,6 +32,7 @@ from penstock.gateway.connections.shared_server import Share
 from penstock.gateway.service import Gateway, Sockets, open_sockets
 from penstock.gateway.workers.link import WorkerSlot
 from penstock.gateway.workers.messages import AdminCall, Frames, Report, Reports, frame
+from penstock.wire.structs import prepare_loaded
 
 # A worker that ends at once, again and again, must not keep a core busy.
 RESTART_S = 0.5
@@ -64,6 +65,7 @@ def serve(
     `on_bound` is called once, when every address is bound and the store could be opened. `inherited`: the public and
     the admin socket, which are bound already.
     """
+    prepare_loaded()
     sockets = open_sockets(config, inherited)
     if config.store is not None:
         # Before the address is known: a worker that cannot open the store would be restarted for ever. Workers make
