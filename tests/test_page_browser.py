@@ -45,14 +45,16 @@ def browser() -> Iterator[Browser]:
 def open_page(browser: Browser) -> Iterator[Open]:
     """Opens a page; at the end of the test it has asked no other host and, without `may_complain`, logged nothing.
 
-    With `has_clock` its time is what the test makes of it.
+    With `has_clock` its time is what the test makes of it; `today`: what its calendar says (Unix seconds).
     """
     contexts, complaints, hosts, origins = [], list[str](), set[str](), set[str]()
 
     def note(request: Request) -> None:
         hosts.add(request.url.split("/")[2] if "//" in request.url else "")
 
-    def open_page(url: str, *, may_complain: bool = False, has_clock: bool = False, **options: Any) -> Page:
+    def open_page(
+        url: str, *, may_complain: bool = False, has_clock: bool = False, today: float | None = None, **options: Any
+    ) -> Page:
         context = browser.new_context(**{"viewport": WIDE, "timezone_id": "UTC", **options})
         contexts.append(context)
         page = context.new_page()
@@ -63,6 +65,8 @@ def open_page(browser: Browser) -> Iterator[Open]:
         origins.update((url.split("/")[2], ""))
         if has_clock:
             page.clock.install()
+        if today is not None:
+            page.clock.set_fixed_time(today)
         page.goto(url)
         return page
 
@@ -94,7 +98,7 @@ def check_accessibility(page: Page) -> None:
 
 def test_page_draws_every_part(open_page: Open) -> None:
     with PageServer(playing(samples.snapshot(), samples.snapshot(samples.AT + 1)), prefix="/some/prefix") as server:
-        page = open_page(server.url)
+        page = open_page(server.url, today=samples.AT)  # events of another day show their date
         expect(page.locator("h1")).to_have_text("qwen3-235b")
         expect(page.locator("#clock")).to_have_text("22:00:01")
         expect(page).to_have_title("qwen3-235b 3/4 ready")
