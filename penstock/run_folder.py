@@ -37,7 +37,7 @@ from penstock.planner import Plan
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment, is_legal_name
 from penstock.text import KIB, MIB
-from penstock.wire.announcement import Announcement, GatewayAddress, Process, Restart
+from penstock.wire.announcement import Announcement, GatewayAddress, Process, Restart, engine_key, scrape_key
 from penstock.wire.live import Event
 
 Phase = Literal["starting", "ready", "degraded", "failed", "stopping", "down"]
@@ -295,6 +295,10 @@ class Run:
             return self.admin_token_file.read_text("utf-8").strip()
         except (OSError, ValueError) as exc:
             raise self._unreadable("secrets/admin-token", str(exc)) from exc
+
+    def scrape_key(self) -> str:
+        """What opens /metrics and /dashboard of its gateways, and nothing else.  Raises PenstockError."""
+        return scrape_key(engine_key(self.admin_token()))
 
     def add_event(
         self, kind: str, text: str, replica: str | None = None, who: str | None = None,

@@ -42,9 +42,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def key_of(run: Run) -> str | None:
     """What reads its page; None where none is needed."""
-    from penstock.wire.announcement import engine_key, scrape_key
-
-    return scrape_key(engine_key(run.admin_token())) if run.deployment().gateway.auth == "keys" else None
+    return run.scrape_key() if run.deployment().gateway.auth == "keys" else None
 
 
 def address_of(run: Run) -> PageAddress:

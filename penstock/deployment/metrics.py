@@ -16,7 +16,6 @@ from penstock.observe.export import dashboards
 from penstock.paths import write_atomically
 from penstock.run_folder import Run
 from penstock.spec.gateway import is_loopback
-from penstock.wire.announcement import engine_key, scrape_key
 
 _PAGE_TIMEOUT_S = 30.0
 _README = """Files for a Prometheus that watches "{name}": copy the jobs of prometheus.yml, or start one here:
@@ -91,7 +90,6 @@ def _write(folder: Path, texts: dict[str, str]) -> None:
 def write_settings(run: Run, folder: Path, source: prometheus.Source) -> None:
     """The configuration, the rules and the scrape key of a run, for a Prometheus that finds them in that folder."""
     deployment = run.deployment()
-    key = scrape_key(engine_key(run.admin_token()))
-    write_atomically(folder / prometheus.SCRAPE_KEY, key.encode(), mode=0o600)
+    write_atomically(folder / prometheus.SCRAPE_KEY, run.scrape_key().encode(), mode=0o600)
     write_atomically(folder / prometheus.RULES, rules.to_yaml(rules.groups(deployment)).encode())
     write_atomically(folder / prometheus.CONFIG, prometheus.config(deployment, folder, source).encode())

@@ -102,9 +102,9 @@ def last_words(log: Path) -> str:
     return f"; its last line: {lines[-1][:200]}" if explains else ""
 
 
-def gateways(run: Run) -> list[Client]:
+def gateways(run: Run, timeout_s: float = _TIMEOUT_S) -> list[Client]:
     """Clients of the admin port, one for each gateway.  Raises PenstockError while there is none."""
-    return clients(run.admin_url, run.admin_token(), _TIMEOUT_S)
+    return clients(run.admin_url, run.admin_token(), timeout_s)
 
 
 def admin_view(run: Run) -> GatewayView | None:

@@ -9,7 +9,6 @@ from penstock import targets
 from penstock.deployment.observe import gateways
 from penstock.run_folder import Run
 from penstock.targets.tunnel import local_port
-from penstock.wire.announcement import engine_key, scrape_key
 from penstock.wire.client import Client
 
 
@@ -24,17 +23,16 @@ def url(run: Run) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def monitors(run: Run, timeout_s: float | None = None) -> Iterator[list[Client]]:
+def monitors(run: Run, timeout_s: float) -> Iterator[list[Client]]:
     """Clients of what watchers read (/metrics, /dashboard/live), one for each gateway; a tunnel leads to one of them.
 
     Raises PenstockError.
     """
-    several = [] if needs_tunnel(run) else gateways(run)
-    with contextlib.ExitStack() as stack:
-        if not several:
-            key = scrape_key(engine_key(run.admin_token()))
-            several = [Client(stack.enter_context(url(run)), key)]
-        yield several if timeout_s is None else [Client(each.base_url, each.api_key, timeout_s) for each in several]
+    if not needs_tunnel(run):
+        yield gateways(run, timeout_s)
+        return
+    with url(run) as address:
+        yield [Client(address, run.scrape_key(), timeout_s)]
 
 
 def needs_tunnel(run: Run) -> bool:

@@ -199,7 +199,6 @@ def _show_progress(progress: Progress) -> None:
 def _service(options: argparse.Namespace) -> Service:
     from penstock.bench.serve import Service, parts_of
     from penstock.cli.bench.requests import client_of, only_model
-    from penstock.wire.announcement import engine_key, scrape_key
 
     if options.name and options.url:
         raise UserError("cannot measure a deployment and an address at once", hint="Give its name, or --url.")
@@ -209,7 +208,7 @@ def _service(options: argparse.Namespace) -> Service:
     if url is None:
         run = _run_of(options.name)
         url, key = keys.address_and_key(run)
-        metrics_key = scrape_key(engine_key(run.admin_token()))
+        metrics_key = run.scrape_key()
         pages = pages or [f"{url}/metrics", *_engine_pages(run)]
     for address in (url, *pages):
         parts_of(address)
