@@ -116,3 +116,16 @@ def test_kubectl_takes_the_stream_and_kustomize_changes_it(alone: Path, monkeypa
     assert names == {(row["kind"], row["metadata"]["name"]) for row in ours}
     [binding] = [row for row in rows if row["kind"] == "RoleBinding"]
     assert binding["subjects"][0]["namespace"] == "team"
+
+
+@pytest.mark.parametrize(
+    "word", ["12e34567", "1e5", "+.5", "0o17", "017", "1_0", "y", "N", "no", "1.", "0x1f", "null", "2026-01-01"]
+)
+def test_a_word_that_kubectl_would_not_read_as_text_is_quoted(word: str) -> None:
+    assert f": '{word}'\n" in manifests.to_yaml([{"a": word}])
+
+
+def test_numbers_and_words_stay_plain() -> None:
+    assert manifests.to_yaml([{"a": 1.5, "b": 10, "c": True, "d": "e5", "e": "1e5x", "f": "yes-no"}]) == (
+        "---\na: 1.5\nb: 10\nc: true\nd: e5\ne: 1e5x\nf: yes-no\n"
+    )

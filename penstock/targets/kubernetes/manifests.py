@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,12 @@ from penstock.targets.kubernetes import archive, monitoring, objects, replicas, 
 from penstock.targets.kubernetes.objects import Object
 
 MANIFESTS, REPLICA = "manifests.yaml", "replica.yaml"
+# Words that PyYAML reads as text and kubectl (go-yaml) does not, and that need quotes therefore: a digest like 12e34567.
+_READ_BY_GO = {
+    "float": r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$",
+    "int": r"^[-+]?0[oO]?[0-9]+$",
+    "bool": r"^[yYnN]$",
+}
 _HEAD = """\
 # Made by `penstock render`, for namespace {namespace}. Apply it with: kubectl apply --server-side -f -
 # The Secret {secret} is not here. Without `penstock up`, make it first:
@@ -127,6 +134,8 @@ def _dumper() -> type:
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
     Dumper.add_representer(str, block)
+    for tag, words in _READ_BY_GO.items():
+        Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(words), None)
     return Dumper
 
 
