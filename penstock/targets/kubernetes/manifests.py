@@ -18,7 +18,7 @@ from penstock.targets.kubernetes import archive, monitoring, objects, replicas, 
 from penstock.targets.kubernetes.objects import Object
 
 MANIFESTS, REPLICA = "manifests.yaml", "replica.yaml"
-# Words that PyYAML reads as text and kubectl (go-yaml) does not, and that need quotes therefore: a digest like 12e34567.
+# What kubectl (go-yaml) would not read as text although PyYAML does, so that it needs quotes: a digest like 12e34567.
 _READ_BY_GO = {
     "float": r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$",
     "int": r"^[-+]?0[oO]?[0-9]+$",
