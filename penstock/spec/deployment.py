@@ -149,6 +149,24 @@ class Observe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     remote_write: RemoteWrite | None = None
 
 
+class Ui(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The chat page; `ui: true` is one with these defaults. Beyond loopback it needs `login: keys`.
+
+    `login`: who opens the page gives a key of the gateway (keys) and is counted under it, or everyone uses a key of the
+    deployment's owner (none); absent: keys where the gateway wants keys. `root_path`: the path at which a proxy serves
+    the page. `system`: the system message of new conversations, which people may change. `examples`: questions shown on
+    an empty page.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 7860
+    login: Literal["keys", "none"] | None = None
+    title: str | None = None
+    system: str | None = None
+    examples: tuple[str, ...] = ()
+    root_path: str | None = None
+
+
 # cache.weights that is no folder.
 _ELSEWHERE = re.compile(r"(pvc|image):|(gs|s3)://|pod\Z")
 
@@ -182,7 +200,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workload: Workload = Workload()
     replicas: Replicas = Replicas()
     gateway: GatewaySpec = GatewaySpec()
-    ui: bool = False
+    ui: bool | Ui = False
     observe: Observe = Observe()
     cache: Cache = Cache()
     ssh: Ssh | None = None
@@ -191,6 +209,14 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kubernetes: Kubernetes | None = None
     cloudera: dict[str, Any] | None = None
     vessl: dict[str, Any] | None = None
+
+    @property
+    def chat_page(self) -> Ui | None:
+        """The settings of the chat page, with `login` filled in; None without one."""
+        if self.ui is False:
+            return None
+        page = Ui() if self.ui is True else self.ui
+        return page if page.login else msgspec.structs.replace(page, login=self.gateway.auth)
 
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?\Z")

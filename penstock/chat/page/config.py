@@ -1,0 +1,31 @@
+"""The settings of a chat page: ui.json in the run folder, which its process reads."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.spec.gateway import Price
+
+
+class PageConfig(msgspec.Struct, frozen=True):
+    """`gateway`: the base URL that is asked, any with OpenAI's API; `ca_file`: certificates that it may show.
+
+    `key_file`: a file with the key that all use, mode 600; None with `has_login`, where each gives their own, and where
+    none is needed. `folder`: for sessions and uploads, mode 700. `prices`: by model, for the cost of an answer.
+    """
+
+    gateway: str
+    host: str
+    port: int
+    folder: str
+    has_login: bool
+    key_file: str | None = None
+    ca_file: str | None = None
+    deployment: str | None = None
+    title: str = "penstock"
+    model: str | None = None
+    system: str | None = None
+    has_system: bool = True
+    examples: tuple[str, ...] = ()
+    root_path: str = ""
+    prices: dict[str, Price] = {}
