@@ -81,7 +81,7 @@ blocks board boards body bootstrap bundle
 calibrate calibration capacity catalog changes checks child collectives compare compiled completion config
 conformance connections cost cpu
 dashboard decide dense detached detect doctor driver
-ending entry errors estimate event examine exchanges explain export expressions
+elsewhere ending entry errors estimate event examine exchanges explain export expressions
 facts fake fetch fields figures fit flags folder forwarding
 google grafana guard
 health history host html http1 hub hybrid
@@ -96,9 +96,9 @@ promql public
 queries queue quota
 ranges reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses retries
 rights rope rules
-scale scheduling schema script server service services settings setup shared site snapshot solve sse startup
+scale scheduling schema script server service services settings setup shared site snapshot snippet solve sse startup
 static stats status stop store strategic structs supervisor svg sweep sync synthetic
-terminal timestamps top topology totals traffic tunnel tunnels
+tab terminal timestamps top topology totals traffic tunnel tunnels
 unit upstreams
 validity versions view vision
 changes event terminal top words
