@@ -15,15 +15,15 @@ from msgspec.structs import replace
 
 from penstock.chat import conversation as chats
 from penstock.chat import statistics
-from penstock.chat.conversation import Conversation, ToolCall, Turn, from_json, to_json, to_markdown
+from penstock.chat.conversation import Conversation, Turn, from_json, to_json, to_markdown
 from penstock.chat.settings import BOUNDS, Limits, Settings, bound, fields, problems
 from penstock.errors import UserError
 from penstock.spec.gateway import Price
-from penstock.wire.client import Reply
+from penstock.wire.answers import Reply, ToolCall
 
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
 PLAIN = Settings()
-LETTERS = st.characters(exclude_categories=("Cs",))
+LETTERS = st.characters(codec="utf-8")
 
 
 def talk(*texts: str, settings: Settings = PLAIN) -> Conversation:

@@ -18,6 +18,7 @@ from penstock.chat.settings import Settings
 from penstock.chat.statistics import Statistics
 from penstock.errors import UserError
 from penstock.text import MIB, show_bytes, show_seconds
+from penstock.wire.answers import ToolCall
 from penstock.wire.client import Message
 
 VERSION = 1
@@ -30,13 +31,6 @@ _DATE_S_MAX = 8.64e12  # https://tc39.es/ecma262/#sec-time-values-and-time-range
 _ID = re.compile(r"(?![0-9]{1,10}\Z)[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z")
 _IMAGE = re.compile(r"data:image/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/]+=*\Z")
 _READABLE = 'It is JSON that this page exported, or has OpenAI\'s messages: {"messages": [...]}.'
-
-
-class ToolCall(msgspec.Struct, frozen=True):
-    """A call that the model asked for; nothing runs it. `arguments`: as the model wrote them, mostly JSON."""
-
-    name: str
-    arguments: str = ""
 
 
 class Turn(msgspec.Struct, frozen=True):

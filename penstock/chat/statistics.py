@@ -6,7 +6,7 @@ import msgspec
 
 from penstock.spec.gateway import Price
 from penstock.text import show_seconds, show_usd
-from penstock.wire.client import Reply
+from penstock.wire.answers import Reply
 
 
 class Statistics(msgspec.Struct, frozen=True):
@@ -29,16 +29,15 @@ class Statistics(msgspec.Struct, frozen=True):
 
 def of_reply(reply: Reply, price: Price | None = None) -> Statistics:
     """The figures of a whole answer. A cost needs a price and both counts of the server's usage."""
-    cached_tokens: int | None = getattr(reply, "cached_tokens", None)
     cost_usd = None
     if price is not None and reply.prompt_tokens is not None and reply.output_tokens is not None:
-        cost_usd = price.cost_usd(reply.prompt_tokens, cached_tokens or 0, reply.output_tokens)
+        cost_usd = price.cost_usd(reply.prompt_tokens, reply.cached_tokens or 0, reply.output_tokens)
     return Statistics(
         ttft_s=reply.ttft_s,
         tokens_per_s=reply.tokens_per_s,
         output_tokens=reply.output_tokens,
         prompt_tokens=reply.prompt_tokens,
-        cached_tokens=cached_tokens,
+        cached_tokens=reply.cached_tokens,
         replica=reply.replica,
         cost_usd=cost_usd,
         finish_reason=reply.finish_reason,
