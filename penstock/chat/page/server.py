@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import gradio
 import uvicorn
 from fastapi import FastAPI
 from starlette.requests import Request
@@ -69,6 +68,8 @@ def _listen(config: PageConfig) -> socket.socket:
 
 def make_app(config: PageConfig) -> Any:
     """The whole page as an ASGI application. Reads and writes below `config.folder`."""
+    import gradio
+
     login, status = Login(config, say), _Status(config)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_api_route("/health", _health, include_in_schema=False)
@@ -90,6 +91,8 @@ def make_app(config: PageConfig) -> Any:
 def _blocks(config: PageConfig) -> Any:
     if importlib.util.find_spec("penstock.chat.page.layout") is not None:
         return importlib.import_module("penstock.chat.page.layout").build(config)
+    import gradio
+
     with gradio.Blocks(title=config.title, analytics_enabled=False) as blocks:
         gradio.Markdown(f"# {config.title}")
     return blocks
