@@ -24,12 +24,16 @@ def main(arguments: Sequence[str]) -> int:
         os.environ.update(settings)
         from penstock.chat.page import server  # it imports gradio, which reads the environment
 
-        server.serve(config)
+        server.serve(config, say)
     except PenstockError as error:
         facts = (error.message, (error.detail or "").replace("\n", "; "), error.hint)
-        print("penstock: chat page: " + " | ".join(fact for fact in facts if fact), file=sys.stderr, flush=True)
+        say(" | ".join(fact for fact in facts if fact))
         return error.exit_code
     return 0
+
+
+def say(text: str) -> None:
+    print(f"penstock: chat page: {text}", file=sys.stderr, flush=True)
 
 
 def load(path: Path) -> PageConfig:

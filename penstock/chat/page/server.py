@@ -10,8 +10,8 @@ import asyncio
 import importlib
 import importlib.util
 import socket
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +32,22 @@ _FRESH_S = 1.0
 _END_S = 3
 _STREAMS_AT_ONCE = 1000  # gradio's own is 40
 _UPLOAD = "10mb"
+Say = Callable[[str], None]
+
 _HERE = Path(__file__).parent
 
 
-def serve(config: PageConfig) -> None:
-    """Blocks until SIGTERM or SIGINT.  Raises UserError where the port is taken."""
+def serve(config: PageConfig, say: Say) -> None:
+    """Blocks until SIGTERM or SIGINT. `say` writes a line to the log.  Raises UserError where the port is taken."""
     listening = _listen(config)
     with listening:
-        app = make_app(config)
+        app = make_app(config, say)
         settings = uvicorn.Config(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=_END_S, lifespan="on",
             server_header=False, proxy_headers=False,
         )  # fmt: skip
         say(f"serves {config.gateway} on {config.host}:{config.port}")
         uvicorn.Server(settings).run(sockets=[listening])
-
-
-def say(text: str) -> None:
-    print(f"penstock: chat page: {text}", file=sys.stderr, flush=True)
 
 
 def _listen(config: PageConfig) -> socket.socket:
@@ -66,7 +64,7 @@ def _listen(config: PageConfig) -> socket.socket:
     return listening
 
 
-def make_app(config: PageConfig) -> Any:
+def make_app(config: PageConfig, say: Say) -> Any:
     """The whole page as an ASGI application. Reads and writes below `config.folder`."""
     import gradio
 
