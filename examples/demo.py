@@ -17,7 +17,8 @@ from penstock.errors import PenstockError, UserError
 from penstock.hardware.network import check_port
 from penstock.spec import deployment, reading
 from penstock.text import show_seconds
-from penstock.wire.client import Chunk, Client, Reply
+from penstock.wire.answers import Chunk, Reply
+from penstock.wire.client import Client
 
 QUESTION = "What is penstock?"
 TASK = "Tell me a story about a river."

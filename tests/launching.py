@@ -39,7 +39,8 @@ from penstock.hardware.network import free_port
 from penstock.run_folder import Launch, ReplicaStatus, Run, State
 from penstock.spec import reading
 from penstock.testing.fake_engine.requests import expected_text
-from penstock.wire.client import Client, Reply
+from penstock.wire.answers import Reply
+from penstock.wire.client import Client
 
 DEADLINE_S = 30.0
 SOON_S = 10.0  # by then `status` tells what happened

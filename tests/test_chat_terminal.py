@@ -16,7 +16,8 @@ from penstock.errors import PenstockError
 from penstock.testing.fake_engine.options import Options
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_engine.running import InThread, in_thread
-from penstock.wire.client import Chunk, Client, Message, Reply, Stream
+from penstock.wire.answers import Chunk, Reply
+from penstock.wire.client import Client, Message, Stream
 
 SHORT = ChatSettings(max_tokens=3)
 

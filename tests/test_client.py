@@ -15,7 +15,11 @@ from penstock.testing.fake_engine.options import Options
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_engine.running import InThread, in_thread
 from penstock.wire import http1
-from penstock.wire.client import Chunk, Client, HttpError, NoAnswer, Reply
+from penstock.wire.announcement import Progress
+from penstock.wire.answers import BrokenAnswer, Chunk, HttpError, NoAnswer, Reply, StreamReader, ToolCall
+from penstock.wire.client import Client
+from penstock.wire.model_list import ModelCard, ReplicaCount, read_models
+from penstock.wire.waiting import Waiting, read_comment, write_comment
 
 FAST = Options(model="m", served_model_name=("m", "alias"), ttft_s=0.0, tokens_per_s=float("inf"))
 HI = [{"role": "user", "content": "tell me a story"}]
@@ -86,6 +90,15 @@ def test_models_are_listed_with_state_and_aliases_when_the_server_names_them(cli
     assert (card.name, card.state, card.aliases) == ("a", "loading", ("b",))
 
 
+def test_a_row_of_a_model_tells_its_length_replicas_and_progress() -> None:
+    row = {"id": "a", "max_model_len": 8192, "replicas": {"ready": 0, "total": 2}, "object": "model"}
+    (card,) = read_models({"data": [row | {"progress": {"stage": "loading", "shards_done": 17}}]}, "here")
+    assert (card.max_model_len, card.replicas, card.progress) == (8192, ReplicaCount(0, 2), Progress("loading", 17))
+    assert read_models({"data": [row | {"max_model_len": "long"}, 5]}, "here") == (ModelCard("a"),)
+    with pytest.raises(PenstockError, match="cannot read the models of here"):
+        read_models({"data": None}, "here")
+
+
 def test_whole_and_streamed_answers_have_the_same_text_and_counts(engine: InThread, client: Client) -> None:
     whole = client.chat(HI, max_tokens=40)
     *chunks, streamed = client.stream_chat(HI, max_tokens=40, model="alias")
@@ -115,12 +128,13 @@ def usage(n_tokens: int) -> bytes:
 
 
 def test_times_count_from_the_request_and_speed_from_the_first_piece() -> None:
-    ticks = iter([10.0, 10.5, 10.75, 11.0, 12.0])  # sent, three pieces, end
-    body = chunked(delta("a"), delta("b"), delta("c", "stop"), usage(11), b"data: [DONE]\n\n")
-    with answering(CHUNKED + body) as url:
-        *chunks, reply = Client(url, clock=lambda: next(ticks)).stream_chat(HI)
-    assert [chunk.at_s for chunk in chunks if isinstance(chunk, Chunk)] == [0.5, 0.75, 1.0]
-    assert isinstance(reply, Reply)
+    reader = StreamReader("3", "abc")
+    for at_s, event in ((0.5, delta("a")), (0.75, delta("b")), (1.0, delta("c", "stop") + usage(11))):
+        (piece,) = reader.feed(event, at_s)
+        assert isinstance(piece, Chunk)
+        assert piece.at_s == at_s
+    assert (reader.feed(b"data: [DONE]\n\n", 1.5), reader.is_done) == ([], True)
+    reply = reader.reply(2.0)
     assert (reply.ttft_s, reply.duration_s, reply.tokens_per_s) == (0.5, 2.0, 20.0)
     assert (reply.output_tokens, reply.replica, reply.request_id) == (11, "3", "abc")
 
@@ -174,6 +188,110 @@ def test_reasoning_comes_apart_from_the_answer_and_starts_the_clock() -> None:
         chunks, reply = stream_of(url)
     assert [(chunk.text, chunk.is_reasoning) for chunk in chunks] == [("hm", True), ("!", True), ("yes", False)]
     assert (reply.text, reply.ttft_s) == ("yes", chunks[0].at_s)
+
+
+def test_the_time_of_reasoning_ends_with_the_answer() -> None:
+    reader = StreamReader("0", None)
+    reader.feed(b'data: {"choices":[{"delta":{"reasoning":"h"}}]}\n\n', 1.0)
+    reader.feed(b'data: {"choices":[{"delta":{"reasoning":"m"}}]}\n\n', 2.0)
+    assert (reader.answer.reply(2.5).reasoning, reader.answer.reply(2.5).reasoning_s) == ("hm", 1.0)
+    reader.feed(delta("a"), 4.0)
+    reader.feed(delta("b", "stop"), 9.0)
+    assert (reader.reply(9.0).reasoning_s, reader.reply(9.0).text) == (3.0, "ab")
+
+
+CALLS = [
+    {"index": 0, "id": "c1", "type": "function", "function": {"name": "weather", "arguments": ""}},
+    {"index": 0, "function": {"arguments": '{"city": '}},
+    {"index": 1, "id": "c2", "type": "function", "function": {"name": "time", "arguments": "{}"}},
+    {"index": 0, "function": {"arguments": '"Rome"}'}},
+]
+
+
+def test_tool_calls_grow_piece_by_piece_and_come_whole_in_the_reply() -> None:
+    reader = StreamReader("0", None)
+    shown = []
+    for call in CALLS:
+        event = {"choices": [{"delta": {"tool_calls": [call]}}]}
+        (piece,) = reader.feed(b"data: " + msgspec.json.encode(event) + b"\n\n", 1.0)
+        assert isinstance(piece, Chunk)
+        shown.append(piece.tool_calls)
+    assert shown[1] == (ToolCall("weather", '{"city": '),)
+    whole = (ToolCall("weather", '{"city": "Rome"}'), ToolCall("time", "{}"))
+    assert shown[3] == whole == reader.answer.tool_calls
+    calls = [{"id": "c", "function": {"name": call.name, "arguments": call.arguments}} for call in whole]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    body = msgspec.json.encode({"choices": [{"message": message, "finish_reason": "tool_calls"}]})
+    with answering(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body) as url:
+        reply = Client(url).chat(HI)
+    assert (reply.tool_calls, reply.text, reply.finish_reason, reply.ttft_s) == (whole, "", "tool_calls", None)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"usage": {"prompt_tokens": 18, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 12}}},
+        {"usage": {"prompt_tokens": 18, "prompt_tokens_details": None}, "timings": {"cache_n": 12, "prompt_n": 6}},
+    ],
+    ids=["OpenAI's", "llama.cpp's"],
+)
+def test_cached_tokens_are_read(facts: dict[str, object]) -> None:
+    reader = StreamReader("0", None)
+    reader.feed(b"data: " + msgspec.json.encode({"choices": []} | facts) + b"\n\n", 1.0)
+    assert (reader.answer.reply(1.0).prompt_tokens, reader.answer.reply(1.0).cached_tokens) == (18, 12)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"choices": [{"delta": {"content": 5, "reasoning": [1], "tool_calls": {"a": 1}}, "finish_reason": 3}]},
+        {"choices": {"0": 1}, "usage": {"prompt_tokens": "many", "prompt_tokens_details": 3}, "timings": []},
+        {"choices": [{"delta": {"tool_calls": []}}], "model": 7, "usage": {"completion_tokens": -1}},
+    ],
+)
+def test_odd_types_in_an_answer_are_passed_over(odd: dict[str, object]) -> None:
+    reader = StreamReader("0", None)
+    assert reader.feed(b"data: " + msgspec.json.encode(odd) + b"\n\n", 1.0) == []
+    reply = reader.answer.reply(1.0)
+    assert (reply.text, reply.prompt_tokens, reply.model, reply.finish_reason) == ("", None, None, None)
+
+
+def test_a_waiting_stream_tells_what_it_waits_for_and_then_who_has_it() -> None:
+    loading = Waiting("loading", ahead=3, shards_done=17, shards_total=30, fraction=0.45, eta_s=40.0)
+    comments = (
+        write_comment(loading) + b": penstock loading 45% 12s\n\n" + write_comment(Waiting("prompt", replica="1"))
+    )
+    held = CHUNKED.replace(b"replica: 3", b"replica: none")
+    heard: list[Waiting] = []
+    with answering(held + chunked(comments, delta("a", "stop"))) as url:
+        *_, reply = Client(url).stream_chat(HI, on_wait=heard.append)
+    assert heard == [loading, Waiting("prompt", replica="1")]
+    assert isinstance(reply, Reply)
+    assert reply.replica == "1"
+    heard.clear()
+    with answering(CHUNKED + chunked(delta("a", "stop"))) as url:
+        list(Client(url).stream_chat(HI, on_wait=heard.append))
+    assert heard == [Waiting("prompt", replica="3")]
+
+
+@pytest.mark.parametrize(
+    "comment", ["", "ping", "penstock loading", "penstock {", 'penstock {"stage":1}', "penstock []"]
+)
+def test_other_comments_tell_nothing(comment: str) -> None:
+    assert read_comment(comment) is None
+
+
+def test_an_error_event_keeps_the_words_of_the_server() -> None:
+    reader = StreamReader("0", None)
+    reader.feed(delta("half"), 1.0)
+    with pytest.raises(BrokenAnswer) as caught:
+        reader.feed(ERROR_EVENT, 2.0)
+    assert caught.value.words is not None
+    assert (caught.value.words.code, caught.value.words.source) == ("500", "gateway")
+    assert reader.answer.text == "half"
+    with pytest.raises(BrokenAnswer) as ended:
+        reader.reply(3.0)
+    assert ended.value.words is None
 
 
 def test_closing_a_stream_early_stops_the_engine() -> None:

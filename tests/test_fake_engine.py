@@ -22,7 +22,8 @@ from penstock.testing.fake_engine.metrics import Metrics
 from penstock.testing.fake_engine.options import Options, parse
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_engine.running import InThread, in_thread
-from penstock.wire.client import Chunk, Client, HttpError, Message
+from penstock.wire.answers import Chunk, HttpError
+from penstock.wire.client import Client, Message
 from penstock.wire.sse import Parser
 
 GOLDEN = Path(__file__).parent / "golden" / "vllm-0.32.0"

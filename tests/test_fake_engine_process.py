@@ -12,7 +12,8 @@ import pytest
 from penstock.errors import PenstockError
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_engine.running import AsProcess, as_process
-from penstock.wire.client import Client, HttpError, Reply
+from penstock.wire.answers import HttpError, Reply
+from penstock.wire.client import Client
 
 pytestmark = pytest.mark.processes
 

@@ -47,7 +47,7 @@ from penstock.node.engine_process import EngineProcess
 from penstock.run_folder import Run, replica
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.wire.announcement import Restart
-from penstock.wire.client import HttpError
+from penstock.wire.answers import HttpError
 
 pytestmark = pytest.mark.processes
 

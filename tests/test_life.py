@@ -35,7 +35,8 @@ from penstock import paths, processes, run_folder
 from penstock.hardware.network import free_port
 from penstock.run_folder import Run
 from penstock.testing.fake_engine.requests import expected_text
-from penstock.wire.client import Client, HttpError
+from penstock.wire.answers import HttpError
+from penstock.wire.client import Client
 
 pytestmark = pytest.mark.processes
 

@@ -8,7 +8,7 @@ import signal
 import pytest
 from launching import PROMPT, Place, ask, call, now, pid_of, wait_until
 
-from penstock.wire.client import HttpError
+from penstock.wire.answers import HttpError
 
 pytestmark = pytest.mark.processes
 

@@ -19,7 +19,7 @@ from penstock.errors import UserError
 from penstock.node import leftovers
 from penstock.node.__main__ import rank_of
 from penstock.spec.deployment import Parallel
-from penstock.wire.client import Reply
+from penstock.wire.answers import Reply
 
 ONE = demo_plan("fake", drain_s=10.0, args={"load-s": 0.2, "tokens-per-s": 30})
 TWO = msgspec.structs.replace(ONE, n_nodes=2, layout=Parallel(tensor=2), executor="mp")

@@ -33,7 +33,7 @@ from penstock.targets.ray import target as target_ray
 from penstock.targets.ray.jobs_api import Dashboard, Job, RayNode, _free, package
 from penstock.targets.ray.placement import as_ray_gives, gpu_kind, shortage
 from penstock.targets.ray.target import RayJobs, _mark
-from penstock.wire.client import HttpError, NoAnswer
+from penstock.wire.answers import HttpError, NoAnswer
 
 NODES = [RayNode("a", "10.0.0.1", {"CPU": 8.0, "GPU": 4.0}), RayNode("b", "10.0.0.2", {"CPU": 4.0, "GPU": 4.0})]
 

@@ -31,7 +31,8 @@ from penstock.engines.vllm.names import RUNNING
 from penstock.observe.boards.operations import OPERATIONS
 from penstock.run_folder import Run
 from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS, TEMPERATURE, DemoPrompt
-from penstock.wire.client import Chunk, Client, Reply
+from penstock.wire.answers import Chunk, Reply
+from penstock.wire.client import Client
 
 DEADLINE_S = 300.0  # a start of real vLLM takes 80 s of two cores, and it is not alone on them
 TRUTH_S = 10.0  # the promise: status tells the truth within this time

@@ -26,7 +26,7 @@ from penstock.node.group.rendezvous import BoardClient, wait_for
 from penstock.node.ready_file import ReadyFile
 from penstock.spec.deployment import Parallel
 from penstock.wire.announcement import MachineReading, NodeView, Post
-from penstock.wire.client import NoAnswer
+from penstock.wire.answers import NoAnswer
 
 LAN = (Interface("eth0", "0.0.0.0", 0), Interface("eth0", "10.0.0.2", 0))  # rank 0 binds a port
 PLAN = demo_plan("fake", n_nodes=2, layout=Parallel(tensor=2), executor="mp", drain_s=2.0)

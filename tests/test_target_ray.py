@@ -24,7 +24,8 @@ from penstock.spec import reading
 from penstock.targets.ray.jobs_api import Dashboard
 from penstock.testing.conformance import check_target
 from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS
-from penstock.wire.client import Client, HttpError
+from penstock.wire.answers import HttpError
+from penstock.wire.client import Client
 
 pytestmark = pytest.mark.hosts
 

@@ -54,6 +54,7 @@ PURE = (
         "wire/sse.py",
         "wire/prometheus.py",
     ),
+    *("chat/conversation.py", "chat/settings.py", "chat/statistics.py"),
     *("wire/metric_names.py", "observe/promql.py", "observe/panels.py", "observe/boards/operations.py"),
     *("observe/google.py", "observe/export.py"),
     *("gateway/routing/policies.py", "gateway/routing/health.py", "gateway/routing/replicas.py"),

@@ -16,7 +16,8 @@ from typing import TextIO
 from penstock.cli import arguments, keys
 from penstock.errors import PenstockError
 from penstock.text import show_seconds
-from penstock.wire.client import Chunk, Client, Message, Reply, Stream
+from penstock.wire.answers import Chunk, Reply
+from penstock.wire.client import Client, Message, Stream
 
 PROMPT, MORE = "> ", "... "
 _QUOTES = '"""'
@@ -277,7 +278,7 @@ class _Session:
             return self._client.stream_complete(text, self._model, **fields)
         system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
         messages = [*system, *self._messages, question]
-        return self._client.stream_chat(messages, self._model, **fields)
+        return self._client.stream_chat(messages, self._model, on_wait=None, **fields)
 
     def _show(self, chunk: Chunk, shown: list[str]) -> None:
         if not chunk.is_reasoning:

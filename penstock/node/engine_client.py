@@ -11,7 +11,8 @@ from penstock.errors import PenstockError
 from penstock.planner import Plan
 from penstock.wire import prometheus
 from penstock.wire.announcement import EngineLoad
-from penstock.wire.client import Client, HttpError, NoAnswer
+from penstock.wire.answers import HttpError, NoAnswer
+from penstock.wire.client import Client
 
 _TIMEOUT_S = 5.0
 _PROBE_TIMEOUT_S = 120.0

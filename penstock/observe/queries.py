@@ -9,7 +9,8 @@ from urllib.parse import urlencode
 import msgspec
 
 from penstock.errors import PenstockError, UserError
-from penstock.wire.client import Client, HttpError
+from penstock.wire.answers import HttpError
+from penstock.wire.client import Client
 
 _TIMEOUT_S = 60.0
 _REFUSED = (400, 422)  # a query that cannot be read; one that cannot be evaluated

@@ -7,6 +7,7 @@ with one difference, in `close`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from penstock.errors import PenstockError
@@ -26,12 +27,14 @@ class Event(NamedTuple):
 class Parser:
     """Feed it what arrives; it returns the events that are complete.
 
-    Comments (": keep-alive") and events without data yield nothing. Bytes that are not UTF-8 become U+FFFD.
+    Comments (": keep-alive") and events without data yield nothing; `on_comment` gets the text of the former, before
+    the events of the same piece are returned. Bytes that are not UTF-8 become U+FFFD.
     Raises PenstockError when a line or the data of one event passes `line_bytes_max`: no memory without bound.
     """
 
-    def __init__(self, line_bytes_max: int = LINE_BYTES_MAX) -> None:
+    def __init__(self, line_bytes_max: int = LINE_BYTES_MAX, on_comment: Callable[[str], object] | None = None) -> None:
         self._line_bytes_max = line_bytes_max
+        self._on_comment = on_comment
         self._rest = bytearray()  # the line that has not ended yet
         self._skips_newline = False  # the last piece ended in CR; a LF that follows belongs to it
         self._is_at_start = True
@@ -80,6 +83,8 @@ class Parser:
             self._data.append(value.decode("utf-8", "replace"))
         elif field == b"event":
             self._name = value.decode("utf-8", "replace")
+        elif not field and self._on_comment is not None:
+            self._on_comment(value.decode("utf-8", "replace"))
         return None
 
     def _end_event(self) -> Event | None:

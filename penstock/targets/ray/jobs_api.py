@@ -18,7 +18,8 @@ import msgspec
 
 import penstock
 from penstock.errors import PenstockError, UserError
-from penstock.wire.client import Client, HttpError
+from penstock.wire.answers import HttpError
+from penstock.wire.client import Client
 
 _TIMEOUT_S = 10.0
 _ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
