@@ -1,4 +1,4 @@
-"""The browser's half of the chat page in a real Chromium: the history, drafts and shortcuts, without Gradio around them."""
+"""The browser's half of the chat page in a real Chromium: history, drafts, shortcuts, without Gradio around them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ URL = "http://chat.test/x/"
 HOSTILE = '"><img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\u202e'
 # What the layout gives the scripts to work with; `shown` is what Gradio would draw.
 BODY = """
-<aside class="sidebar"><button class="toggle-button" onclick="this.nextElementSibling.classList.toggle('away')">=</button>
+<aside class="sidebar">
+<button class="toggle-button" onclick="this.nextElementSibling.classList.toggle('away')">=</button>
 <div id="penstock-history"></div></aside>
 <main><h1>demo</h1><div id="penstock-status"></div><p id="shown"></p>
 <button id="penstock-show" hidden onclick="shown.textContent = JSON.parse(penstock.current()).title || '-'"></button>
 <button id="penstock-stop" hidden onclick="this.hidden = true">Stop</button>
 <label id="penstock-message">Message <textarea></textarea></label></main>
 """
-DOCUMENT = f'<!doctype html><html lang="en"><title>demo</title><style>.away {{ display: none !important; }} {look.css()}</style>{look.head()}<body>{BODY}</html>'
+STYLE = f"<style>{look.css()} .away {{ display: none !important; }}</style>"
+DOCUMENT = f'<!doctype html><html lang="en"><title>demo</title>{STYLE}{look.head()}<body>{BODY}</html>'
 
 
 @pytest.fixture(scope="module")
