@@ -91,7 +91,8 @@ leader leftovers levers library lifecycle limits lines link listener live livene
 main manifests measured member merge metric middleware monitoring
 network nvml
 objects observe offline operations openssh options origins overhead
-pacing panels parent parse paths placed placement placing planning pod pods policies prepare price progress prometheus
+pacing packages panels parent parse paths placed placement placing planning pod pods policies prepare price progress
+prometheus
 promql public
 queries queue quota
 ranges reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses retries

@@ -83,6 +83,7 @@ MAY_PRINT = {
     "gateway/compiled.py": "python -m penstock.gateway.compiled",
     "engines/llamacpp/engine.py": "its `main` is the engine's program",
     "targets/kubernetes/prepare.py": "a program: its output is the log of the init container",
+    "targets/kubernetes/packages.py": "a program: its output is the log of the init container",
     "chat/page/__main__.py": "a program: its output is ui.log",
     "testing": "programs and checks for tests",
 }
