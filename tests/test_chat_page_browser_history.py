@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
 
-from penstock.chat.page import look
+from penstock.chat.page import theme
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 
@@ -26,8 +26,8 @@ BODY = """
 <button id="penstock-stop" hidden onclick="this.hidden = true">Stop</button>
 <label id="penstock-message">Message <textarea></textarea></label></main>
 """
-STYLE = f"<style>{look.css()} .away {{ display: none !important; }}</style>"
-DOCUMENT = f'<!doctype html><html lang="en"><title>demo</title>{STYLE}{look.head()}<body>{BODY}</html>'
+STYLE = f"<style>{theme.css()} .away {{ display: none !important; }}</style>"
+DOCUMENT = f'<!doctype html><html lang="en"><title>demo</title>{STYLE}{theme.head()}<body>{BODY}</html>'
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ ranges reachability reachable reading ready reasons reduce refusals remote rende
 rights rope rules
 scale scheduling schema script server service services settings setup shared site snapshot snippet solve sse startup
 static statistics stats status stop store strategic structs supervisor svg sweep sync synthetic
-tab terminal timestamps top topology totals traffic tunnel tunnels
+tab terminal theme timestamps top topology totals traffic tunnel tunnels
 unit upstreams
 validity versions view vision
 waiting
