@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).parent
-_SCRIPTS = ("store.js", "page.js", "history.js", "keyboard.js", "status.js")
+_SCRIPTS = ("store.js", "page.js", "history.js", "keyboard.js", "status.js", "chat.js")
 _FONT = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "sans-serif")
 _MONO = ("ui-monospace", "SF Mono", "Menlo", "Consolas", "monospace")
 _TEAL = ("#effaf8", "#d3f0ec", "#a8e0d9", "#72c8bf", "#3ba89e", "#17897f", "#0f766e", "#0c5f59", "#0c4c48", "#0b3f3c",
@@ -83,6 +83,6 @@ def css() -> str:
 
 def head() -> str:
     """One script in a scope of its own: it leaves `window.penstock` only."""
-    script = "\n".join((_HERE / name).read_text("utf-8") for name in _SCRIPTS)
+    script = "\n".join((_HERE / name).read_text("utf-8") for name in _SCRIPTS if (_HERE / name).exists())
     description = '<meta name="description" content="Chat with the models of this deployment">'
     return f'{description}<script>(() => {{\n"use strict";\n{script}}})();</script>'
