@@ -76,7 +76,7 @@ FORBIDDEN = re.compile(
 NO_MESSAGES = ("penstock/testing/", "penstock/bench/datasets/tokenizers.py")
 # Plain words that module names may use beyond the glossary.
 PLAIN = """
-access addresses admin agent amx announcer api archive arguments arrivals
+access addresses admin agent amx announcer answering api archive arguments arrivals
 blocks board boards body bootstrap bundle
 calibrate calibration capacity catalog changes checks child collectives compare compiled completion config
 conformance connections conversation cost cpu

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from penstock.chat import conversation as tree
 from penstock.chat import statistics
-from penstock.chat.conversation import Conversation, ToolCall, Turn
+from penstock.chat.conversation import Conversation, Turn
 from penstock.chat.failures import Failure, failure_of
 from penstock.chat.page import footers
 from penstock.chat.page.markup import Markup, shown
@@ -104,8 +104,7 @@ class GrowingAnswer:
     def _take_chunk(self, chunk: Chunk) -> None:
         self.n_chars += len(chunk.text)
         if chunk.tool_calls:
-            calls = tuple(ToolCall(call.name, call.arguments) for call in chunk.tool_calls)
-            self._turn = replace(self._turn, tool_calls=calls)
+            self._turn = replace(self._turn, tool_calls=chunk.tool_calls)
         elif chunk.is_reasoning:
             self._new_reasoning += chunk.text
             self._reasonings.append(chunk.text)

@@ -86,7 +86,7 @@ setInterval(() => {
   }
 }, 250);
 
-Object.assign(window.penstockChat ??= {}, {
+window.penstockChat = {
   // For the `js` of the event that answers: the conversation and the order, before the values of the other inputs.
   orders(_conversation, _order, ...rest) {
     const editing = chat.editing?.turn;
@@ -101,4 +101,4 @@ Object.assign(window.penstockChat ??= {}, {
     document.body.classList.remove("penstock-busy");
   },
   current: (_conversation, ...rest) => [window.penstock.current(), ...rest],
-});
+};

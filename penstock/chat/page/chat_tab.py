@@ -37,13 +37,13 @@ class ChatTab:
         self._chat, self._panel = chat, panel
         self.bot = gradio.Chatbot(
             label="Conversation", show_label=False, elem_id="penstock-chat", buttons=[], allow_tags=False,
-            sanitize_html=True, latex_delimiters=_LATEX, layout="panel", group_consecutive_messages=False, height="70vh",
-            examples=[{"text": text} for text in config.examples] or None, placeholder="Ask something.",
+            sanitize_html=True, latex_delimiters=_LATEX, layout="panel", group_consecutive_messages=False,
+            examples=[{"text": text} for text in config.examples] or None, placeholder="Ask something.", height="70vh",
         )  # fmt: skip
         with gradio.Row(elem_id="penstock-ask"):
             self.message = gradio.Textbox(
-                label="Message", show_label=False, placeholder="Message", lines=1, max_lines=12, scale=8, autofocus=True,
-                elem_id="penstock-message", container=False,
+                label="Message", show_label=False, placeholder="Message", lines=1, max_lines=12, scale=8,
+                elem_id="penstock-message", container=False, autofocus=True,
             )  # fmt: skip
             self.send = gradio.Button("Send", variant="primary", elem_id="penstock-send", scale=1, min_width=80)
             self.stop = gradio.Button("Stop", variant="stop", elem_id="penstock-stop", scale=1, min_width=80)
@@ -77,7 +77,7 @@ class ChatTab:
         self.bot.example_select(_example, None, self.message, queue=False, api_visibility="private")
 
     async def _obey(
-        self, given: str, order_text: str, text: str, *values: Any, request: gradio.Request
+        self, request: gradio.Request, given: str, order_text: str, text: str, *values: Any
     ) -> AsyncGenerator[Any, None]:
         conversation = self._read(given)
         conversation = replace(conversation, settings=self._panel.settings(conversation.settings, [*values]))
@@ -147,7 +147,7 @@ def _message(box: Shown) -> Any:
         )
     else:
         content = chatbot.TextMessage(text=box.text)
-    metadata = None
+    metadata: dict[str, Any] | None = None
     if box.kind == "fold":
         metadata = {"title": box.title, "status": "pending" if box.is_growing else "done"}
         if box.seconds:

@@ -25,7 +25,9 @@ def build(config: PageConfig) -> Any:
             gradio.HTML('<div id="penstock-history"></div>')
         with gradio.Sidebar(open=False, position="right", width=320, elem_id="penstock-settings"):
             panel = Panel(config)
-        gradio.HTML(f'<header id="penstock-header"><h1>{escape(config.title)}</h1><div id="penstock-status"></div></header>')
+        gradio.HTML(
+            f'<header id="penstock-header"><h1>{escape(config.title)}</h1><div id="penstock-status"></div></header>'
+        )
         with gradio.Tab("Chat"):
             ChatTab(config, chat, panel)
     return blocks

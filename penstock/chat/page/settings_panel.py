@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from penstock.chat import settings as parameters
 from penstock.chat.page.config import PageConfig
 from penstock.chat.settings import Settings
+from penstock.errors import UserError
 
 _NUMBERS = ("temperature", "top_p", "top_k", "min_p", "seed")
 
@@ -31,8 +32,12 @@ class Panel:
         bound = parameters.bound("max_tokens")
         self.max_tokens = gradio.Slider(1, 32768, 512, step=1, label=bound.label, info=bound.text, interactive=True)
         self.numbers = [_number(name) for name in _NUMBERS]
-        self.stop = gradio.Textbox("", label="Stop", info="the answer ends before these, one a line", lines=1, max_lines=8)
-        self.thinking = gradio.Radio(["default", "on", "off"], value="default", label="Thinking", info="where the model can")
+        self.stop = gradio.Textbox(
+            "", label="Stop", info="the answer ends before these, one a line", lines=1, max_lines=8
+        )
+        self.thinking = gradio.Radio(
+            ["default", "on", "off"], value="default", label="Thinking", info="where the model can"
+        )
         self.json_mode = gradio.Checkbox(False, label="JSON mode", info="The answer is one JSON object.")
         self.components = [
             *(self.model, self.system, self.has_system, self.max_tokens),
@@ -45,21 +50,23 @@ class Panel:
 
     def values(self, settings: Settings) -> list[Any]:
         """What the components show."""
-        numbers = [getattr(settings, name) for name in _NUMBERS]
+        figures = [getattr(settings, name) for name in _NUMBERS]
+        numbers = ["" if figure is None else f"{figure:.15g}" for figure in figures]
         stop = "\n".join(text.replace("\n", "\\n") for text in settings.stop)
         return [
-            *(settings.model or self._config.model, settings.system or "", settings.has_system, settings.max_tokens or 512),
+            *(
+                settings.model or self._config.model,
+                settings.system or "",
+                settings.has_system,
+                settings.max_tokens or 512,
+            ),
             *(*numbers, stop, settings.thinking, settings.json_mode),
         ]
 
     def settings(self, before: Settings, values: list[Any]) -> Settings:
-        """What the components say; `before` keeps what has no component."""
+        """What the components say; `before` keeps what has no component. Raises UserError."""
         model, system, has_system, max_tokens, *numbers, stop, thinking, json_mode = values
-        whole = {name: parameters.BOUNDS[name].is_whole for name in _NUMBERS}
-        figures = {
-            name: None if value is None else (int(value) if whole[name] else float(value))
-            for name, value in zip(_NUMBERS, numbers, strict=True)
-        }
+        figures = {name: _parsed(name, text) for name, text in zip(_NUMBERS, numbers, strict=True)}
         return replace(
             before,
             model=model or None,
@@ -74,8 +81,21 @@ class Panel:
 
 
 def _number(name: str) -> Any:
+    """A text box, since Gradio's box for numbers has no empty state: it sends 0."""
     bound = parameters.bound(name)
-    return gradio.Number(
-        None, label=bound.label, info=bound.text, minimum=bound.low, maximum=bound.high, step=bound.step,
-        precision=0 if bound.is_whole else None, placeholder="the server's default", interactive=True,
-    )  # fmt: skip
+    return gradio.Textbox(
+        "", label=bound.label, info=bound.text, placeholder="the server's default", max_lines=1, interactive=True
+    )
+
+
+def _parsed(name: str, text: str) -> float | int | None:
+    """Raises UserError for what is no number."""
+    text = (text or "").strip()
+    if not text:
+        return None
+    bound = parameters.bound(name)
+    try:
+        return int(text) if bound.is_whole else float(text.replace(",", "."))
+    except ValueError:
+        kind = "a whole number" if bound.is_whole else "a number"
+        raise UserError(f'{bound.label} is "{text[:40]}", not {kind}') from None
