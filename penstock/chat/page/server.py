@@ -2,6 +2,7 @@
 
 health   200 once it serves                     login    the page that asks for a key, and what takes it
 status   the gateway's models, as JSON          logout   ends the session
+import   a file's conversations, as JSON        markdown a conversation, as Markdown
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import importlib.util
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from penstock.chat.page import export, theme
 from penstock.chat.page.config import PageConfig
 from penstock.chat.page.login import Login
 from penstock.chat.page.sessions import visitor
@@ -33,8 +34,6 @@ _END_S = 3
 _STREAMS_AT_ONCE = 1000  # gradio's own is 40
 _UPLOAD = "10mb"
 Say = Callable[[str], None]
-
-_HERE = Path(__file__).parent
 
 
 def serve(config: PageConfig, say: Say) -> None:
@@ -75,13 +74,15 @@ def make_app(config: PageConfig, say: Say) -> Any:
     app.add_api_route("/login", login.page, include_in_schema=False)
     app.add_api_route("/login", login.log_in, methods=["POST"], include_in_schema=False)
     app.add_api_route("/logout", login.log_out, methods=["POST"], include_in_schema=False)
+    app.add_api_route("/markdown", export.markdown, methods=["POST"], include_in_schema=False)
+    app.add_api_route("/import", export.conversations, methods=["POST"], include_in_schema=False)
     blocks = _blocks(config)
     blocks.queue(default_concurrency_limit=None, api_open=False)
     blocks.max_threads = blocks._queue.max_thread_count = _STREAMS_AT_ONCE
     app = gradio.mount_gradio_app(
         app, blocks, path="/", auth_dependency=_session_of, footer_links=[], run_history=False, show_error=False,
         max_file_size=_UPLOAD, ssr_mode=False, enable_monitoring=False, pwa=False, mcp_server=False,
-        theme=gradio.themes.Soft(), css_paths=_existing("page.css"), head=_head(),
+        theme=theme.theme(), css=theme.css(), head=theme.head(),
     )  # fmt: skip
     return login.around(app)
 
@@ -94,14 +95,6 @@ def _blocks(config: PageConfig) -> Any:
     with gradio.Blocks(title=config.title, analytics_enabled=False) as blocks:
         gradio.Markdown(f"# {config.title}")
     return blocks
-
-
-def _existing(name: str) -> list[Path]:
-    return [_HERE / name] if (_HERE / name).exists() else []
-
-
-def _head() -> str:
-    return "".join(f"<script>{file.read_text('utf-8')}</script>" for file in _existing("page.js"))
 
 
 def _health() -> Response:
