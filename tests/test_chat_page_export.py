@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -16,14 +16,14 @@ from penstock.chat.page import export
 EXCHANGE = {"messages": [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}]}
 
 
-def post(route: Callable[[Request], Awaitable[Response]], *pieces: bytes) -> tuple[int, bytes]:
+def post(route: Callable[[Request], Coroutine[Any, Any, Response]], *pieces: bytes) -> tuple[int, bytes]:
     messages = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
     messages.append({"type": "http.request", "body": b"", "more_body": False})
 
     async def receive() -> dict[str, Any]:
         return messages.pop(0)
 
-    response = asyncio.run(route(Request({"type": "http", "method": "POST", "headers": []}, receive)))  # type: ignore[arg-type]
+    response = asyncio.run(route(Request({"type": "http", "method": "POST", "headers": []}, receive)))
     return response.status_code, bytes(response.body)
 
 
