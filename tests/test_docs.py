@@ -100,7 +100,7 @@ rights rope rules
 scale scheduling schema script server service services sessions settings setup shared site snapshot snippet solve sse
 startup
 static statistics stats status stop store strategic structs supervisor svg sweep sync synthetic
-tab terminal timestamps top topology totals traffic tunnel tunnels
+tab terminal theme timestamps top topology totals traffic tunnel tunnels
 ui unit upstreams
 validity versions view vision
 waiting
