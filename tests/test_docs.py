@@ -93,14 +93,15 @@ network nvml
 objects observe offline operations openssh options origins overhead
 pacing packages panels parent parse paths placed placement placing planning pod pods policies prepare price progress
 prometheus
-promql public
+promql proxied public
 queries queue quota
 ranges reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses retries
 rights rope rules
-scale scheduling schema script server service services settings setup shared site snapshot snippet solve sse startup
+scale scheduling schema script server service services sessions settings setup shared site snapshot snippet solve sse
+startup
 static statistics stats status stop store strategic structs supervisor svg sweep sync synthetic
-tab terminal timestamps top topology totals traffic tunnel tunnels
-unit upstreams
+tab terminal theme timestamps top topology totals traffic tunnel tunnels
+ui unit upstreams
 validity versions view vision
 waiting
 changes event terminal top words
