@@ -14,10 +14,9 @@ import msgspec
 
 from penstock.engines import Engine, Missing
 from penstock.errors import Problem, SpecError, UserError
-from penstock.gateway.config import read_token
 from penstock.hardware import Gpu, Machine, catalog
 from penstock.observe import prometheus
-from penstock.paths import free_bytes
+from penstock.paths import free_bytes, read_token
 from penstock.spec.deployment import Deployment, GatewaySpec, Observe
 from penstock.spec.gateway import STDERR
 from penstock.targets import Target
@@ -35,7 +34,7 @@ def unsupported(deployment: Deployment, target: Target) -> list[Problem]:
     if deployment.cache.weights != deployment.cache.folder and not target.fetches_models:
         message = f'"{deployment.cache.weights}", but target {target.name} takes a folder'
         problems.append(Problem("cache.weights", message, "give the folder where models from a hub are kept"))
-    if deployment.ui:
+    if deployment.ui and "ui" not in target.placed(deployment):
         problems.append(Problem("ui", "this version has no browser chat yet", "use: penstock chat"))
     if deployment.replicas.max > max(1, deployment.replicas.min):
         hint = "set replicas to a number, and change it with `penstock scale`"

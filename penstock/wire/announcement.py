@@ -42,13 +42,14 @@ class Process(msgspec.Struct, frozen=True, omit_defaults=True):
 class GatewayAddress(msgspec.Struct, frozen=True):
     """gateway/address.json: where the newest gateway serves, "host:port" each; `admin` the best first.
 
-    `public_url`: where clients outside its network reach it.
+    `public_url`: where clients outside its network reach it, `public_page_url`: the chat page.
     """
 
     unit: str
     listen: str
     admin: tuple[str, ...]
     public_url: str | None = None
+    public_page_url: str | None = None
 
 
 class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
