@@ -22,9 +22,7 @@ from penstock.errors import PenstockError
 from penstock.paths import read_token
 from penstock.spec.gateway import is_loopback
 from penstock.wire.answers import HttpError
-from penstock.wire.client import Client
 
-_ANSWER_S = 10.0
 _MOST_BYTES = 4096
 _PUBLIC = ("/health", "/login")
 _REFUSED = (401, 403)
@@ -44,15 +42,19 @@ _HEADERS = {
 _BEFORE = b"<script>window.gradio_api_info"
 _ROOT = b"<script>gradio_config.root = location.origin + location.pathname.replace(/\\/[^/]*$/, '')</script>"
 
+Ask = Callable[[str | None], Any]  # the models of the gateway with that key; blocks, raises PenstockError
 _Send = Callable[[Any], Awaitable[None]]
 
 
 class Login:
-    """`say` writes a line to the log. With `config.key_file` that key is everyone's: it opens the page, or no login
-    is needed; else each brings a key that the gateway takes."""
+    """`say` writes a line to the log; `ask` tries a key.
 
-    def __init__(self, config: PageConfig, say: Callable[[str], None]) -> None:
-        self._config = config
+    With `config.key_file` that key is everyone's: with a login it alone opens the page, without one all requests use
+    it. Else each brings a key that the gateway takes.
+    """
+
+    def __init__(self, config: PageConfig, say: Callable[[str], None], ask: Ask) -> None:
+        self._config, self._ask = config, ask
         self._shared_key = read_token(Path(config.key_file), "key") if config.key_file else None
         self._sessions = Sessions(Path(config.folder) / "sessions.json", time.time(), say)
         self._attempts = Attempts()
@@ -96,7 +98,7 @@ class Login:
             is_right = hmac.compare_digest(key.encode(), self._shared_key.encode())
             return ("", 200) if is_right else ("This is not the key of this page.", 401)
         try:
-            Client(self._config.gateway, key, timeout_s=_ANSWER_S).get_json("/v1/models")
+            self._ask(key)
         except HttpError as error:
             if error.status in _REFUSED:
                 return f"The gateway refuses this key: {_words(error)}", error.status

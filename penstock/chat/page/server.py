@@ -2,17 +2,16 @@
 
 health   200 once it serves                     login    the page that asks for a key, and what takes it
 status   the gateway's models, as JSON          logout   ends the session
+import   a file's conversations, as JSON        markdown a conversation, as Markdown
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -20,8 +19,9 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from penstock.chat.page import export, theme
 from penstock.chat.page.config import PageConfig
-from penstock.chat.page.login import Login
+from penstock.chat.page.login import Ask, Login
 from penstock.chat.page.sessions import visitor
 from penstock.errors import PenstockError, UserError
 from penstock.wire.answers import HttpError
@@ -33,8 +33,6 @@ _END_S = 3
 _STREAMS_AT_ONCE = 1000  # gradio's own is 40
 _UPLOAD = "10mb"
 Say = Callable[[str], None]
-
-_HERE = Path(__file__).parent
 
 
 def serve(config: PageConfig, say: Say) -> None:
@@ -68,40 +66,27 @@ def make_app(config: PageConfig, say: Say) -> Any:
     """The whole page as an ASGI application. Reads and writes below `config.folder`."""
     import gradio
 
-    login, status = Login(config, say), _Status(config)
+    from penstock.chat.page import layout
+
+    ask = partial(_models, config.gateway)
+    login, status = Login(config, say, ask), Status(ask, config.has_login)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_api_route("/health", _health, include_in_schema=False)
     app.add_api_route("/status", status.answer, include_in_schema=False)
     app.add_api_route("/login", login.page, include_in_schema=False)
     app.add_api_route("/login", login.log_in, methods=["POST"], include_in_schema=False)
     app.add_api_route("/logout", login.log_out, methods=["POST"], include_in_schema=False)
-    blocks = _blocks(config)
+    app.add_api_route("/markdown", export.markdown, methods=["POST"], include_in_schema=False)
+    app.add_api_route("/import", export.conversations, methods=["POST"], include_in_schema=False)
+    blocks = layout.build(config)
     blocks.queue(default_concurrency_limit=None, api_open=False)
     blocks.max_threads = blocks._queue.max_thread_count = _STREAMS_AT_ONCE
     app = gradio.mount_gradio_app(
         app, blocks, path="/", auth_dependency=_session_of, footer_links=[], run_history=False, show_error=False,
         max_file_size=_UPLOAD, ssr_mode=False, enable_monitoring=False, pwa=False, mcp_server=False,
-        theme=gradio.themes.Soft(), css_paths=_existing("page.css"), head=_head(),
+        theme=theme.theme(), css=theme.css(), head=theme.head(),
     )  # fmt: skip
     return login.around(app)
-
-
-def _blocks(config: PageConfig) -> Any:
-    if importlib.util.find_spec("penstock.chat.page.layout") is not None:
-        return importlib.import_module("penstock.chat.page.layout").build(config)
-    import gradio
-
-    with gradio.Blocks(title=config.title, analytics_enabled=False) as blocks:
-        gradio.Markdown(f"# {config.title}")
-    return blocks
-
-
-def _existing(name: str) -> list[Path]:
-    return [_HERE / name] if (_HERE / name).exists() else []
-
-
-def _head() -> str:
-    return "".join(f"<script>{file.read_text('utf-8')}</script>" for file in _existing("page.js"))
 
 
 def _health() -> Response:
@@ -112,36 +97,40 @@ def _session_of(request: Request) -> str:
     return visitor(request).session or "everyone"
 
 
-class _Status:
+def _models(gateway: str, key: str | None) -> Any:
+    """Blocks.  Raises HttpError, or another PenstockError."""
+    return Client(gateway, key, timeout_s=_ANSWER_S).get_json("/v1/models")
+
+
+class Status:
     """`GET status`: {"state": "ok" | "offline", "models": rows of /v1/models, "reason"?: why it is offline}.
 
     The same answer for a second; 401 where the gateway refuses the key, which ends the session.
     """
 
-    def __init__(self, config: PageConfig) -> None:
-        self._config = config
+    def __init__(self, ask: Ask, has_login: bool) -> None:
+        self._ask, self._has_login = ask, has_login
         self._answers: dict[str | None, tuple[float, asyncio.Task[dict[str, Any]]]] = {}
 
     async def answer(self, request: Request) -> Response:
         who, now = visitor(request), time.monotonic()
         self._answers = {key: each for key, each in self._answers.items() if now - each[0] < _FRESH_S}
         if who.key not in self._answers:
-            self._answers[who.key] = now, asyncio.create_task(asyncio.to_thread(self._ask, who.key))
+            self._answers[who.key] = now, asyncio.create_task(asyncio.to_thread(self._facts, who.key))
         try:
             facts = await asyncio.shield(self._answers[who.key][1])
-        except HttpError as error:
-            who.refuse("the gateway refuses your key now")
-            return JSONResponse({"state": "logged out", "reason": error.message}, status_code=401)
+        except HttpError:
+            reason = "the gateway refuses your key now"
+            who.refuse(reason)
+            return JSONResponse({"state": "logged out", "reason": reason}, status_code=401)
         return JSONResponse(facts)
 
-    def _ask(self, key: str | None) -> dict[str, Any]:
+    def _facts(self, key: str | None) -> dict[str, Any]:
         try:
-            answer = Client(self._config.gateway, key, timeout_s=_ANSWER_S).get_json("/v1/models")
-        except HttpError as error:
-            if error.status == 401 and self._config.has_login:
-                raise
-            return {"state": "offline", "models": [], "reason": error.message}
+            answer = self._ask(key)
         except PenstockError as error:
+            if self._has_login and isinstance(error, HttpError) and error.status == 401:
+                raise
             return {"state": "offline", "models": [], "reason": error.message}
         rows = answer.get("data") if isinstance(answer, dict) else None
         return {"state": "ok", "models": rows if isinstance(rows, list) else []}
