@@ -41,7 +41,7 @@ from penstock.wire.announcement import Announcement, GatewayAddress, Process, Re
 from penstock.wire.live import Event
 
 Phase = Literal["starting", "ready", "degraded", "failed", "stopping", "down"]
-Kind = Literal["replica", "gateway", "controller"]
+Kind = Literal["replica", "gateway", "controller", "ui"]
 Listen = Literal["loopback", "network"]
 T = TypeVar("T")
 KEPT_RESTARTS = 10

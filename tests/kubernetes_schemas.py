@@ -114,7 +114,7 @@ def _definition(api_version: str, kind: str) -> Object | None:
 
 
 # Kinds whose definition is not in shared/crds: only our rules judge them.
-_WITHOUT_DEFINITION = {("networking.gke.io/v1", "GCPBackendPolicy")}
+_WITHOUT_DEFINITION = {("networking.gke.io/v1", kind) for kind in ("GCPBackendPolicy", "HealthCheckPolicy")}
 _CUSTOM_OF_K8S = ("gateway.networking", "inference.networking", "leaderworkerset.x-k8s", "kueue.x-k8s", "jobset.x-k8s")
 
 

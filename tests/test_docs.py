@@ -79,10 +79,10 @@ PLAIN = """
 access addresses admin agent amx announcer api archive arguments arrivals
 blocks board boards body bootstrap bundle
 calibrate calibration capacity catalog changes checks child collectives compare compiled completion config
-conformance connections cost cpu
+conformance connections conversation cost cpu
 dashboard decide dense detached detect doctor driver
 elsewhere ending entry errors estimate event examine exchanges explain export expressions
-facts fake fetch fields figures fit flags folder forwarding
+facts failures fake fetch fields figures fit flags folder forwarding
 google grafana guard
 health history host html http1 hub hybrid
 init inputs install instances
@@ -91,16 +91,18 @@ leader leftovers levers library lifecycle limits lines link listener live livene
 main manifests measured member merge metric middleware monitoring
 network nvml
 objects observe offline operations openssh options origins overhead
-panels parent parse paths placed placement placing planning pod pods policies prepare price progress prometheus
+pacing packages panels parent parse paths placed placement placing planning pod pods policies prepare price progress
+prometheus
 promql public
 queries queue quota
 ranges reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses retries
 rights rope rules
 scale scheduling schema script server service services settings setup shared site snapshot snippet solve sse startup
-static stats status stop store strategic structs supervisor svg sweep sync synthetic
+static statistics stats status stop store strategic structs supervisor svg sweep sync synthetic
 tab terminal timestamps top topology totals traffic tunnel tunnels
 unit upstreams
 validity versions view vision
+waiting
 changes event terminal top words
 exchange export genai slow span trace writer
 words

@@ -38,6 +38,13 @@ SHAPES: dict[str, dict[str, Any]] = {
                        "postgres_secret": "ledger", "gateway_image": "registry.example.org/penstock:1"},
         "gateway": {"auth": "keys", "store": "postgresql://penstock@ledger/penstock"},
     },
+    "chat-page": {
+        **SMALL, **BUCKET,
+        "ui": {"title": "Llama", "system": "Answer in one sentence."},
+        "kubernetes": {"expose": "HTTPRoute", "route_parent": "infra/web", "host": "llm.example.org",
+                       "monitoring": "google"},
+        "engine": {"kind": "vllm", "max_model_len": 8192, "env": {"PIP_INDEX_URL": "https://pypi.example.org/simple"}},
+    },
     "weights-and-metrics": {
         **SMALL, "replicas": 2, "observe": {"prometheus": True},
         "kubernetes": {"storage_class": "shared", "hub_token_secret": "hub", "monitoring": "operator"},

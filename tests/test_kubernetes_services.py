@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from samples import deployment, gpu_plan, run_folder
 
+from penstock.chat.page.config import PageConfig
 from penstock.deployment import placed_unit
 from penstock.gateway.config import load_config
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment
-from penstock.targets.kubernetes import monitoring, services, traffic
+from penstock.targets.kubernetes import checks, monitoring, packages, services, traffic
 from penstock.targets.kubernetes.objects import Object
 from penstock.targets.kubernetes.target import Kubernetes
 
@@ -28,6 +31,11 @@ def cluster(gateway: Any = None, hardware: Any = None, **block: Any) -> Deployme
 
 def watched(**block: Any) -> Deployment:
     return deployment(name="llm", target="kubernetes", kubernetes=block, observe={"prometheus": True})
+
+
+def with_page(ui: Any = True, env: dict[str, str] | None = None, **block: Any) -> Deployment:
+    engine = {"env": env or {}}
+    return deployment(name="llm", target="kubernetes", kubernetes=block, gateway={"auth": "keys"}, ui=ui, engine=engine)
 
 
 def only(entries: list[Object], kind: str) -> Object:
@@ -165,6 +173,99 @@ def test_a_small_image_may_run_gateway_and_controller() -> None:
     for entries in (services.gateway(wanted, gpu_plan()), services.controller(wanted, gpu_plan())):
         pod = only(entries, "Deployment")["spec"]["template"]["spec"]
         assert {entry["image"] for entry in [*pod["containers"], *pod["initContainers"]]} == {image}
+
+
+def test_a_chat_page_is_one_pod_without_secrets_that_installs_what_its_image_lacks() -> None:
+    wanted = with_page({"port": 80}, {"PIP_INDEX_URL": "https://pypi.example/simple", "VLLM_USE_V2": "1"})
+    entries = services.page(wanted, gpu_plan())
+    assert kinds(entries) == ["Service llm-ui", "Deployment llm-ui"]
+    [port] = only(entries, "Service")["spec"]["ports"]
+    assert (port["port"], port["targetPort"]) == (80, "http")
+    spec = only(entries, "Deployment")["spec"]
+    pod = spec["template"]["spec"]
+    [container], [_, packages] = pod["containers"], pod["initContainers"]
+    assert (spec["replicas"], pod["automountServiceAccountToken"]) == (1, False)
+    assert "secret" not in str(pod["volumes"]).lower()
+    assert container["command"][-2:] == ["--gateway", "http://llm-gateway:8000"]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/health"
+    assert {"name": "PYTHONPATH", "value": f"/penstock/code:{packages['command'][-1]}"} in container["env"]
+    assert {"name": "PIP_INDEX_URL", "value": "https://pypi.example/simple"} in packages["env"]
+    assert "VLLM_USE_V2" not in str(pod)
+
+
+def test_an_image_with_gradio_installs_nothing_and_without_ui_there_is_no_page() -> None:
+    pod = only(services.page(with_page(ui_image="registry.example/page:1"), gpu_plan()), "Deployment")["spec"][
+        "template"
+    ]
+    assert [row["name"] for row in pod["spec"]["initContainers"]] == ["prepare"]
+    assert services.page(cluster(), gpu_plan()) == []
+    assert Kubernetes().placed(cluster()) == ("replica", "gateway", "controller")
+    assert Kubernetes().placed(with_page()) == ("replica", "gateway", "controller", "ui")
+
+
+def test_clients_outside_have_the_chat_page_below_a_path_of_the_gateways_host() -> None:
+    ingress = traffic.exposed(with_page(expose="Ingress", host="a.example"))
+    paths = only(ingress, "Ingress")["spec"]["rules"][0]["http"]["paths"]
+    assert [(row["path"], row["backend"]["service"]["name"]) for row in paths] == [
+        ("/ui", "llm-ui"),
+        ("/", "llm-gateway"),
+    ]
+    wanted = with_page({"root_path": "/chat"}, expose="HTTPRoute", route_parent="infra/web", inference_pool=True)
+    rules = only(traffic.exposed(wanted), "HTTPRoute")["spec"]["rules"]
+    assert [row["matches"][0]["path"]["value"] for row in rules] == ["/chat", "/"]
+    assert rules[0]["backendRefs"] == [{"name": "llm-ui", "port": 7860}]
+    assert rules[0]["timeouts"]["request"] == "3600s"
+    on_gke = traffic.exposed(wanted, is_gke=True)
+    assert "HealthCheckPolicy llm-ui" in kinds(on_gke) and "GCPBackendPolicy llm-ui" in kinds(on_gke)
+    [policy] = [row for row in on_gke if row["metadata"]["name"] == "llm-ui" and row["kind"] == "NetworkPolicy"]
+    assert policy["spec"]["ingress"] == [{"ports": [{"protocol": "TCP", "port": 7860}]}]
+
+
+@pytest.mark.parametrize(
+    ("ui", "block", "path", "words"),
+    [
+        ({"login": "none"}, {}, "ui.login", "everyone who reaches the page"),
+        ({"host": "0.0.0.0"}, {}, "ui.host", "listens in its pod"),
+        ({"root_path": "/"}, {"expose": "Ingress", "host": "a.example"}, "ui.root_path", "clients have the gateway"),
+        (True, {"expose": "LoadBalancer", "tls_secret": "cert"}, "ui", "no certificate of the gateway's pods"),
+        (False, {"ui_image": "page:1"}, "kubernetes.ui_image", "there is no chat page"),
+    ],
+)
+def test_what_a_chat_page_cannot_have_is_a_problem_with_its_field(
+    ui: Any, block: dict[str, Any], path: str, words: str
+) -> None:
+    problems = [row for row in checks.file_problems(with_page(ui, **block)) if "ui" in row.path]
+    assert [problem.path for problem in problems] == [path]
+    assert words in problems[0].message
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("/usr/bin/python3: No module named pip\n", "this image has no pip"),
+        ("WARNING: Retrying after NewConnectionError\nERROR: No matching distribution", "no package index answers at"),
+        ("ERROR: No matching distribution found for gradio<7,>=6.20\n", "No matching distribution found for gradio"),
+        ("", "pip failed"),
+    ],
+)
+def test_why_packages_were_not_installed_is_one_line(output: str, words: str) -> None:
+    assert packages.why(output).startswith(words)
+
+
+def test_the_page_installs_what_its_extra_wants() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["optional-dependencies"]["ui"] == [packages.REQUIREMENT]
+
+
+def test_a_placed_page_asks_for_keys_and_knows_its_gateway(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("os.execve", lambda path, argv, env: started.append(argv))
+    run = run_folder(with_page({"title": "Llama"}, expose="Ingress", host="a.example"))
+    words = ["--listen", "0.0.0.0:7860", "--gateway", "http://llm-gateway:8000"]
+    placed_unit.main(["ui", str(run.path), *words])
+    config = msgspec.json.decode(Path(started[0][-1]).read_bytes(), type=PageConfig)
+    assert (config.gateway, config.host, config.port) == ("http://llm-gateway:8000", "0.0.0.0", 7860)
+    assert (config.has_login, config.title, config.root_path) == (True, "Llama", "/ui")
 
 
 POLICIES = ["NetworkPolicy llm-gateway", "NetworkPolicy llm-nodes"]
@@ -354,6 +455,7 @@ SHAPES: dict[str, Deployment] = {
     "route": cluster(expose="HTTPRoute", route_parent="infra/web", host="a.example", inference_pool=True),
     "three gateways": cluster(POSTGRES, gateways=3, postgres_secret="db"),
     "two nodes": cluster(shape="lws", hardware={"nodes": 2}),
+    "chat page": with_page(expose="Ingress", host="a.example", issuer="letsencrypt"),
 }
 
 
@@ -365,6 +467,7 @@ def test_objects_are_legal_in_the_oldest_and_the_newest_kubernetes(shape: str) -
         services.anchor(wanted, {"spec.yaml": "x"}),
         *services.gateway(wanted, plan, "annotations"),
         *services.controller(wanted, plan),
+        *services.page(wanted, plan),
         *traffic.exposed(wanted),
         *monitoring.monitors(wanted, "google"),
         *monitoring.monitors(wanted, "operator"),

@@ -82,7 +82,7 @@ class Cluster(Target):
         return Adopted(started(name), "context far, namespace default") if name in self.others else None
 
     @contextlib.contextmanager
-    def tunnel(self, run: Run, port: int) -> Iterator[Tunnel]:
+    def tunnel(self, run: Run, port: int, kind: Kind = "gateway") -> Iterator[Tunnel]:
         self.asked.append(f"tunnel {run.name}")
         yield Tunnel(port)
 

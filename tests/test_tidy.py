@@ -54,6 +54,7 @@ PURE = (
         "wire/sse.py",
         "wire/prometheus.py",
     ),
+    *("chat/conversation.py", "chat/settings.py", "chat/statistics.py"),
     *("wire/metric_names.py", "observe/promql.py", "observe/panels.py", "observe/boards/operations.py"),
     *("observe/google.py", "observe/export.py"),
     *("gateway/routing/policies.py", "gateway/routing/health.py", "gateway/routing/replicas.py"),
@@ -82,6 +83,7 @@ MAY_PRINT = {
     "gateway/compiled.py": "python -m penstock.gateway.compiled",
     "engines/llamacpp/engine.py": "its `main` is the engine's program",
     "targets/kubernetes/prepare.py": "a program: its output is the log of the init container",
+    "targets/kubernetes/packages.py": "a program: its output is the log of the init container",
     "chat/page/__main__.py": "a program: its output is ui.log",
     "testing": "programs and checks for tests",
 }

@@ -1,8 +1,9 @@
-"""Starts a gateway or a controller whose target brought only the deployment to its machine, not the run folder.
+"""Starts a gateway, a controller or a chat page whose target brought the deployment to its machine, not the run folder.
 
     python -m penstock.deployment.placed_unit gateway RUN_FOLDER --listen HOST:PORT --admin HOST:PORT
         [--store STORE] [--tls FOLDER]
     python -m penstock.deployment.placed_unit controller RUN_FOLDER --unit NAME --listen HOST:PORT --admin HOST:PORT
+    python -m penstock.deployment.placed_unit ui RUN_FOLDER --listen HOST:PORT --gateway URL
 
 The folder holds spec.yaml, plan.json, artifact.json and secrets/; the rest is made here.
 """
@@ -21,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from penstock import __version__, processes, targets
+from penstock.chat.page.config import PageConfig
 from penstock.deployment import gateway_config
 from penstock.deployment.gateway_config import Addresses
 from penstock.errors import PenstockError
@@ -28,22 +30,27 @@ from penstock.gateway.accounting import store
 from penstock.gateway.accounting.key_store import KeyStore
 from penstock.paths import write_atomically
 from penstock.run_folder import Desired, Record, Run
+from penstock.spec.deployment import Ui
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Never returns where it can: the unit's own program takes over this process, and its signals."""
     parser = argparse.ArgumentParser(prog="python -m penstock.deployment.placed_unit")
-    parser.add_argument("kind", choices=("gateway", "controller"))
+    parser.add_argument("kind", choices=("gateway", "controller", "ui"))
     parser.add_argument("run", type=Path)
     parser.add_argument("--unit", default="0")
     parser.add_argument("--listen", required=True)
-    parser.add_argument("--admin", required=True)
+    parser.add_argument("--admin")
+    parser.add_argument("--gateway", help="the base URL that the chat page asks")
     parser.add_argument("--store", help="keys and usage, in place of a file in the run folder")
     parser.add_argument("--tls", type=Path, help="a folder with tls.crt and tls.key: clients speak TLS")
     options = parser.parse_args(argv)
     run = Run(options.run)
-    _write_gateway_config(run, Addresses(options.listen, options.admin), options.store, options.tls)
-    program = ["-m", "penstock.gateway", str(run.gateway_config)]
+    if options.kind == "ui":
+        program = ["-m", "penstock.chat.page", str(_write_page_config(run, options.listen, options.gateway))]
+    else:
+        _write_gateway_config(run, Addresses(options.listen, options.admin), options.store, options.tls)
+        program = ["-m", "penstock.gateway", str(run.gateway_config)]
     if options.kind == "gateway" and run.first_key_file.exists():
         _introduce_first_key(run)
     if options.kind == "controller":
@@ -61,6 +68,23 @@ def _write_gateway_config(run: Run, addresses: Addresses, store: str | None, tls
     if tls is not None:
         config = msgspec.structs.replace(config, tls_cert=str(tls / "tls.crt"), tls_key=str(tls / "tls.key"))
     write_atomically(run.gateway_config, msgspec.json.format(msgspec.json.encode(config), indent=2), mode=0o600)
+
+
+def _write_page_config(run: Run, listen: str, gateway: str) -> Path:
+    """Its path. Who opens the page gives a key of the gateway."""
+    deployment = run.deployment()
+    page, model = deployment.chat_page or Ui(), run.plan().served_names[0]
+    host, _, port = listen.rpartition(":")
+    folder, price = run.path / "ui", deployment.gateway.price
+    folder.mkdir(mode=0o700, exist_ok=True)
+    config = PageConfig(
+        gateway, host, int(port), str(folder), has_login=True,
+        deployment=run.name, title=page.title or run.name, model=model, system=page.system, examples=page.examples,
+        root_path=page.root_path or "", prices={} if price is None else {model: price},
+    )  # fmt: skip
+    path = run.path / "ui.json"
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(config), indent=2), mode=0o600)
+    return path
 
 
 def _introduce_first_key(run: Run) -> None:

@@ -80,10 +80,12 @@ class Kubernetes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `context`, `namespace`: the kubeconfig's current ones when absent; later verbs keep those of `up`. `image`: with the
     engine (vllm/vllm-openai of the planned version when absent). `gateway_image`: for gateway and controller, any image
-    with Python 3.11 and penstock's requirements; `image` when absent. `shape`: one StatefulSet, or one LeaderWorkerSet,
-    for each replica. `node_selector`: in place of the label that the nodes have for `hardware.gpu`. `cpus_per_node`,
-    `memory`: requests of a replica's pods (from the plan when absent). `gateways`: pods of the gateway; several need a
-    `gateway.store` in PostgreSQL, whose password is `postgres_secret`'s key "password".
+    with Python 3.11 and penstock's requirements; `image` when absent. `ui_image`: for the chat page, one with Gradio
+    too; when absent the pod installs that, on top of `gateway_image`, from the index of `engine.env.PIP_INDEX_URL`.
+    `shape`: one StatefulSet, or one LeaderWorkerSet, for each replica. `node_selector`: in place of the label that the
+    nodes have for `hardware.gpu`. `cpus_per_node`, `memory`: requests of a replica's pods (from the plan when absent).
+    `gateways`: pods of the gateway; several need a `gateway.store` in PostgreSQL, whose password is `postgres_secret`'s
+    key "password".
 
     `storage_class`, `storage_size`, `storage_access`: of the claim that keeps the weights (`cache.weights` absent). All
     deployments of a model in the namespace share it, and it stays when they end. It has room for the weights and 15 %
@@ -99,6 +101,7 @@ class Kubernetes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     namespace: str | None = None
     image: str | None = None
     gateway_image: str | None = None
+    ui_image: str | None = None
     image_pull_secrets: tuple[str, ...] = ()
     shape: Literal["statefulset", "lws"] = "statefulset"
     node_selector: dict[str, str] = {}
@@ -125,3 +128,8 @@ class Kubernetes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
     patch: dict[str, Any] = {}
+
+    @property
+    def has_paths(self) -> bool:
+        """Whether clients outside reach other Services than the gateway's at the same host, below a path."""
+        return self.expose in ("Ingress", "HTTPRoute")

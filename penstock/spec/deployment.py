@@ -212,11 +212,14 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def chat_page(self) -> Ui | None:
-        """The settings of the chat page, with `login` filled in; None without one."""
+        """The settings of the chat page, with `login` filled in, and the path at which a cluster shows it to clients
+        outside; None without one."""
         if self.ui is False:
             return None
         page = Ui() if self.ui is True else self.ui
-        return page if page.login else msgspec.structs.replace(page, login=self.gateway.auth)
+        is_below = self.target == "kubernetes" and self.kubernetes is not None and self.kubernetes.has_paths
+        path = page.root_path if page.root_path is not None or not is_below else "/ui"
+        return msgspec.structs.replace(page, login=page.login or self.gateway.auth, root_path=path)
 
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?\Z")

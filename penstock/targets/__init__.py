@@ -220,8 +220,8 @@ class Target(Facts, ABC):
         """What it still has of deployments that are gone; `finish` ends each.  Raises PenstockError as `adopt` does."""
         return []
 
-    def tunnel(self, run: Run, port: int) -> AbstractContextManager[Tunnel]:
-        """A tunnel from this port of 127.0.0.1 to the gateway. Only with the capability "tunnels"."""
+    def tunnel(self, run: Run, port: int, kind: Kind = "gateway") -> AbstractContextManager[Tunnel]:
+        """A tunnel from this port of 127.0.0.1 to the gateway or the chat page. Only with the capability "tunnels"."""
         raise UserError(f'cannot open a tunnel to target "{self.name}"')
 
     def inside(self, run: Run, words: Sequence[str], is_terminal: bool) -> list[str]:

@@ -100,7 +100,7 @@ def decide(desired: Desired, seen: Observation, memory: Memory, now: float, wall
     gateways, services, memory = _gateways(seen, memory, now, wall_s)
     controllers, hands_over, memory = _controllers(seen, memory, now, wall_s)
     replicas = decision.place if decision.place is not None else tuple(_of(seen, "replica"))
-    place = (*controllers, *gateways, *replicas)
+    place = (*controllers, *gateways, *replicas, *_of(seen, "ui"))  # a cluster brings its chat page back itself
     is_right = decision.place is None and set(place) == set(seen.placements)
     drain_since = {name: memory.drain_since.get(name, now) for name in decision.drain}
     return msgspec.structs.replace(

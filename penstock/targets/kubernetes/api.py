@@ -62,7 +62,7 @@ _KINDS = {
     "leaderworkerset.x-k8s.io/v1": "LeaderWorkerSet",
     "gateway.networking.k8s.io/v1": "HTTPRoute Gateway",
     "inference.networking.k8s.io/v1": "InferencePool",
-    "networking.gke.io/v1": "GCPBackendPolicy",
+    "networking.gke.io/v1": "GCPBackendPolicy HealthCheckPolicy",
     "monitoring.googleapis.com/v1": "PodMonitoring Rules",
     "monitoring.coreos.com/v1": "ServiceMonitor PodMonitor PrometheusRule",
 }

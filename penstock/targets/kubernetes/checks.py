@@ -13,7 +13,7 @@ import msgspec
 
 from penstock.errors import Problem, UserError
 from penstock.hardware import Machine
-from penstock.spec.deployment import Deployment, Observe
+from penstock.spec.deployment import Deployment, Observe, Ui
 from penstock.targets import machines_of_file
 from penstock.targets.kubernetes import capacity, objects, pods, quota, rights, traffic, weights
 from penstock.targets.kubernetes.api import Api, ApiError
@@ -54,6 +54,7 @@ def file_problems(deployment: Deployment) -> list[Problem]:
         *traffic.problems(deployment),
         *weights.problems(deployment),
         *_observe_problems(deployment),
+        *_page_problems(deployment),
     ]
 
 
@@ -66,6 +67,24 @@ def _observe_problems(deployment: Deployment) -> Iterator[Problem]:
     for field in ("prometheus_binary", "port", "retention", "retention_size", "remote_write"):
         if getattr(observe, field) != getattr(Observe(), field):
             yield Problem(f"observe.{field}", "the cluster's own Prometheus watches here", "remove it")
+
+
+def _page_problems(deployment: Deployment) -> Iterator[Problem]:
+    page = deployment.chat_page
+    if page is None:
+        if block_of(deployment).ui_image is not None:
+            yield Problem("kubernetes.ui_image", "there is no chat page", "set ui: true, or remove it")
+        return
+    if page.login == "none":
+        message = "everyone who reaches the page could use the engines"
+        yield Problem("ui.login", message, "remove it; people log in with a key: penstock keys create NAME")
+    if traffic.has_tls_in_pod(deployment):
+        message = "no certificate of the gateway's pods names their Service, by which the page reaches them"
+        yield Problem("ui", message, "set kubernetes.expose to Ingress or HTTPRoute, or remove kubernetes.tls_secret")
+    if page.host != Ui().host:
+        yield Problem("ui.host", "the page listens in its pod, for a Service", "remove it")
+    if page.root_path is not None and block_of(deployment).has_paths and not page.root_path.strip("/"):
+        yield Problem("ui.root_path", "clients have the gateway at that path", "remove it, for /ui")
 
 
 def _block_problems(deployment: Deployment) -> Iterator[Problem]:
@@ -177,6 +196,7 @@ def _owner_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
         ("Deployment", objects.gateway(name)),
         ("Deployment", objects.controller(name)),
         ("StatefulSet", objects.replica_set(name, "0")),
+        *((("Service", objects.ui(name)), ("Deployment", objects.ui(name))) if deployment.chat_page else ()),
     )
     for kind, own in kinds:
         present = api.find(kind, own)

@@ -16,7 +16,15 @@ from penstock.targets.kubernetes.view import wait
 # All that a deployment may have, in the order in which it is deleted; ConfigMaps are last, with them the anchor.
 _KINDS = (
     *("Deployment", "StatefulSet", "LeaderWorkerSet", "Job", "Ingress", "HTTPRoute", "InferencePool", "Service"),
-    *("PodDisruptionBudget", "NetworkPolicy", "GCPBackendPolicy", "PodMonitoring", "ServiceMonitor", "PodMonitor"),
+    *(
+        "PodDisruptionBudget",
+        "NetworkPolicy",
+        "GCPBackendPolicy",
+        "HealthCheckPolicy",
+        "PodMonitoring",
+        "ServiceMonitor",
+        "PodMonitor",
+    ),
     *("PrometheusRule", "Rules"),
     *("RoleBinding", "Role", "ServiceAccount", "Secret", "PersistentVolumeClaim", "ConfigMap"),
 )
@@ -26,6 +34,7 @@ _LWS = ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
 
 def end(api: Api, run: Run, grace_s: float) -> None:
     name = run.name
+    api.delete("Deployment", objects.ui(name))
     for kind in ("controller", "gateway"):
         if api.delete("Deployment", f"{name}-{kind}"):
             wait(functools.partial(_has_no_pod, api, name, kind), grace_s + SPARE_S)

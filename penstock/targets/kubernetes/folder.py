@@ -146,7 +146,7 @@ def adopt(api: Api, name: str) -> Run | None:
     fetch(api, run)
     note_cluster(run, api)
     deployment, created = run.deployment(), found["metadata"].get("creationTimestamp", "")
-    record = Record(secrets.token_hex(6), name, deployment.target, _unix_s(created), "", objects.PLACED)
+    record = Record(secrets.token_hex(6), name, deployment.target, _unix_s(created), "", objects.placed(deployment))
     write_atomically(run.path / "run.json", msgspec.json.encode(record))
     return run
 

@@ -89,6 +89,7 @@ def _shared_objects(
         *monitoring.monitors(deployment, cluster.monitors),
         *services.gateway(deployment, plan, cluster.monitors),
         *services.controller(deployment, plan),
+        *services.page(deployment, plan),
     ]
 
 

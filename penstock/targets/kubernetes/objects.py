@@ -16,7 +16,7 @@ MANAGER = "penstock"  # of server-side apply: https://kubernetes.io/docs/referen
 # https://kubernetes.io/docs/concepts/overview/working-with-objects/common-labels/
 MANAGED_BY = "app.kubernetes.io/managed-by"
 INSTANCE = "app.kubernetes.io/instance"  # the deployment's name
-COMPONENT = "app.kubernetes.io/component"  # replica, gateway, controller, weights
+COMPONENT = "app.kubernetes.io/component"  # replica, gateway, controller, ui, weights
 REPLICA = "penstock.dev/replica"
 REVISION = "penstock.dev/revision"  # of what a replica's pods run: another one is replaced
 CONFIG = "penstock.dev/config"  # annotation of the gateway's and the controller's pods: the hash of what they read
@@ -29,14 +29,18 @@ ARCHIVE, CONFIG_FOLDER, SECRET_FOLDER = "/etc/penstock/code", "/etc/penstock/con
 STORE_FOLDER = "/var/lib/penstock"  # the gateway's keys and usage
 MODELS_FOLDER = "/models"
 
-PLACED: tuple[Kind, ...] = ("replica", "gateway", "controller")
 CONFIG_FILE = "config"  # of the artifact: the hash of all that `up` sent
 
-ENGINE_PORT, GATEWAY_PORT, ADMIN_PORT = 8000, 8000, 8001
+ENGINE_PORT, GATEWAY_PORT, ADMIN_PORT, UI_PORT = 8000, 8000, 8001, 7860
 
 
 def block_of(deployment: Deployment) -> Kubernetes:
     return deployment.kubernetes or Kubernetes()
+
+
+def placed(deployment: Deployment) -> tuple[Kind, ...]:
+    """The kinds of its units."""
+    return ("replica", "gateway", "controller", *(("ui",) if deployment.chat_page is not None else ()))
 
 
 def run_path(deployment: Deployment) -> str:
@@ -83,6 +87,11 @@ def scrape(name: str) -> str:
 
 def controller(name: str) -> str:
     return f"{name}-controller"
+
+
+def ui(name: str) -> str:
+    """Of the chat page's Deployment and Service."""
+    return f"{name}-ui"
 
 
 def nodes(name: str) -> str:

@@ -24,8 +24,7 @@ def apply_shared(api: Api, run: Run, units: Collection[Unit]) -> Object:
     folder.note_cluster(run, api)
     rows = manifests.from_yaml(run.artifact().files[manifests.MANIFESTS])
     kinds = {unit.kind for unit in units}
-    left_out = {objects.gateway(run.name)} if "gateway" not in kinds else set()
-    left_out |= {objects.controller(run.name)} if "controller" not in kinds else set()
+    left_out = {name for kind, name in _services(run).items() if kind not in kinds}
     first, *rest = [row for row in rows if not manifests.is_replica(row)]
     anchor = apply(api, first)
     _write_secrets(api, run, anchor)
@@ -65,9 +64,8 @@ def _write_secrets(api: Api, run: Run, anchor: Object) -> None:
 
 
 def scale(api: Api, run: Run, units: Collection[Unit]) -> None:
-    """Gateway and controller run when they are named. A gateway of a new number replaces one that hung."""
-    names = {"gateway": objects.gateway(run.name), "controller": objects.controller(run.name)}
-    for kind, name in names.items():
+    """Gateway, controller and chat page run when they are named. A gateway of a new number replaces one that hung."""
+    for kind, name in _services(run).items():
         found = api.find("Deployment", name)
         wanted = {unit for unit in units if unit.kind == kind}
         if found is None:
@@ -79,6 +77,12 @@ def scale(api: Api, run: Run, units: Collection[Unit]) -> None:
             api.patch("Deployment", name, {"spec": {"replicas": n_pods}})
         elif kind == "gateway" and not wanted & set(map(unit_of, run.handle().units)) and run.handle().units:
             api.delete_all("Pod", objects.labels(run.name, kind))
+
+
+def _services(run: Run) -> dict[str, str]:
+    """The names of their Deployments."""
+    name = run.name
+    return {"gateway": objects.gateway(name), "controller": objects.controller(name), "ui": objects.ui(name)}
 
 
 def place_replicas(api: Api, run: Run, anchor: Object, names: Sequence[str]) -> list[Unit]:

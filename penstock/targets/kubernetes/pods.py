@@ -45,7 +45,7 @@ _PREPARE_NEEDS = {"cpu": "500m", "memory": "512Mi"}
 class Pod(msgspec.Struct, frozen=True):
     """What tells one pod of ours from another. `argv` follows `python3`. `config_maps`: those whose files `prepare`
     puts into the run folder. `resources`: requests and limits at once. `spec`: further fields of the pod's, such as
-    affinity. `service_account`: its token is mounted only with `has_token`.
+    affinity. `service_account`: its token is mounted only with `has_token`. `has_secrets`: it gets the admin token.
     """
 
     component: str
@@ -65,6 +65,7 @@ class Pod(msgspec.Struct, frozen=True):
     init: tuple[Object, ...] = ()
     service_account: str | None = None
     has_token: bool = False
+    has_secrets: bool = True
     spec: Object = {}
 
 
@@ -137,7 +138,8 @@ def init_container(
 def _prepare(deployment: Deployment, pod: Pod) -> Object:
     """The first init container: the same image, so that one without what penstock needs fails here, in seconds."""
     code, run_path = objects.ARCHIVE, objects.run_path(deployment)
-    folders = {"config": objects.CONFIG_FOLDER, "secret": objects.SECRET_FOLDER} if pod.config_maps else {}
+    folders = {"config": objects.CONFIG_FOLDER} if pod.config_maps else {}
+    folders |= {"secret": objects.SECRET_FOLDER} if pod.config_maps and pod.has_secrets else {}
     words = [f"{code}/{archive.SCRIPT}", f"{code}/{archive.FILE}", CODE, run_path, *folders.values()]
     mounts = [_mount(volume, path) | {"readOnly": True} for volume, path in ({"code": code} | folders).items()]
     return init_container("prepare", pod.image, words, _PREPARE_NEEDS, (), mounts)
@@ -155,6 +157,11 @@ def _volumes(deployment: Deployment, pod: Pod) -> list[Object]:
     sources = [{"configMap": {"name": name}} for name in pod.config_maps]
     # The first key is for the gateway alone.
     keys = {"items": [{"key": "admin-token", "path": "admin-token"}]} if pod.component == "replica" else {}
+    secret: list[Object] = []
+    if pod.has_secrets:
+        # With fsGroup the kubelet gives a secret's files to the group, so the group must be able to read them.
+        content = {"secretName": objects.secrets(deployment.name), "defaultMode": 0o440} | keys
+        secret.append({"name": "secret", "secret": content})
     own: list[Object] = [
         {"name": "home", "emptyDir": {}},
         {"name": "tmp", "emptyDir": {}},
@@ -162,12 +169,7 @@ def _volumes(deployment: Deployment, pod: Pod) -> list[Object]:
     ]
     if not sources:
         return own
-    return [
-        *own,
-        {"name": "config", "projected": {"sources": sources}},
-        # With fsGroup the kubelet gives a secret's files to the group, so the group must be able to read them.
-        {"name": "secret", "secret": {"secretName": objects.secrets(deployment.name), "defaultMode": 0o440} | keys},
-    ]
+    return [*own, {"name": "config", "projected": {"sources": sources}}, *secret]
 
 
 def _mount(volume: str, path: str) -> Object:

@@ -1,4 +1,4 @@
-"""The program of the init container: `python3 prepare.py ARCHIVE CODE RUN [CONFIG SECRETS]`. Standard library only.
+"""The program of the init container: `python3 prepare.py ARCHIVE CODE RUN [CONFIG [SECRETS]]`. Standard library only.
 
 Unpacks penstock (ARCHIVE) into CODE, copies the files of the mounted folders CONFIG and SECRETS into the run folder
 RUN, and imports what penstock needs, so that an image which lacks it is reported within seconds.
@@ -18,14 +18,14 @@ OLDEST = (3, 11)
 ARTIFACT = {"launch.json"}
 
 
-def fill(run: Path, config: Path, secrets: Path) -> None:
+def fill(run: Path, config: Path, secrets: Path | None = None) -> None:
     """A run folder from mounted files; of secrets nobody else may read the copies."""
     for name, mode in ((".", 0o755), ("artifact", 0o755), ("logs", 0o755), ("gateway", 0o755), ("secrets", 0o700)):
         (run / name).mkdir(parents=True, exist_ok=True)
         (run / name).chmod(mode)
     for path in files_in(config):
         copy(path, run / ("artifact" if path.name in ARTIFACT else ".") / path.name, 0o644)
-    for path in files_in(secrets):
+    for path in files_in(secrets) if secrets is not None else ():
         copy(path, run / "secrets" / path.name, 0o600)
 
 
@@ -71,8 +71,7 @@ def main(words: list[str]) -> int:
         whole.extractall(code)
         n_files = len(whole.namelist())
     if mounted:
-        config, secrets = mounted
-        fill(run, config, secrets)
+        fill(run, *mounted)
     print(f"penstock: {n_files} files in {code}, run folder {run}", flush=True)
     return 0
 

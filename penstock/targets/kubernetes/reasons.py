@@ -27,7 +27,7 @@ from penstock.targets.kubernetes.pod_status import (
 )
 from penstock.targets.kubernetes.scheduling import unscheduled
 
-_PREPARE, _WEIGHTS = "prepare", "weights"  # init containers
+_PREPARE, _WEIGHTS, _PACKAGES = "prepare", "weights", "packages"  # init containers
 WAITS = "waits for the weights"
 
 # https://github.com/kubernetes/kubernetes/blob/master/pkg/kubelet/images/types.go
@@ -120,6 +120,8 @@ def _why_container(container: Object, spec: Object, events: Sequence[Object]) ->
         return 5, f"container {name} cannot start: {short(message) or reason}"
     if name == _WEIGHTS and "running" in state:
         return 1, WAITS
+    if name == _PACKAGES and "running" in state:
+        return 1, "installs the chat page's packages"
     return 0, None
 
 

@@ -1,8 +1,9 @@
-"""The gateway's and the controller's objects, and the anchor that all others belong to. Pure."""
+"""The objects of gateway, controller and chat page, and the anchor that all others belong to. Pure."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -10,7 +11,7 @@ import msgspec
 from penstock.planner import Plan
 from penstock.spec.deployment import Deployment
 from penstock.targets.kubernetes import monitoring, objects, pods, traffic
-from penstock.targets.kubernetes.objects import ADMIN_PORT, GATEWAY_PORT, STORE_FOLDER, Object, block_of, build
+from penstock.targets.kubernetes.objects import ADMIN_PORT, GATEWAY_PORT, STORE_FOLDER, UI_PORT, Object, block_of, build
 from penstock.targets.kubernetes.pods import Pod
 from penstock.text import MIB
 
@@ -24,6 +25,11 @@ _EXIT_S = 30  # to cut what did not end within drain_s, and to write the ledger
 _WORKER_MIB, _WORKER_CPU = 512, 500
 _CONTROLLER = {"cpu": "100m", "memory": "256Mi"}
 _CONTROLLER_LIMITS = {"memory": "512Mi"}
+# Gradio needs 150 MB when it idles, and pip unpacks 350 MB of packages.
+_PAGE, _PAGE_LIMITS = {"cpu": "250m", "memory": "512Mi"}, {"memory": "1Gi"}
+_PAGE_EXIT_S = 10
+_PACKAGES = f"{objects.HOME}/packages"
+_PIP_VARIABLES = re.compile(r"PIP_\w+|(?:https?|no|all)_proxy", re.IGNORECASE)
 # A lost node: both go elsewhere after half a minute, where pods wait five by default.
 _TOLERATIONS = [
     {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
@@ -88,6 +94,25 @@ def controller(deployment: Deployment, plan: Plan, namespace: str | None = None)
         build(f"{group}/v1/Role", name, deployment, "controller", rules=rules(deployment)),
         build(f"{group}/v1/RoleBinding", name, deployment, "controller", roleRef=role, subjects=[subject]),
         build("apps/v1/Deployment", name, deployment, "controller", spec=spec),
+    ]
+
+
+def page(deployment: Deployment, plan: Plan) -> list[Object]:
+    """The chat page's pod and its Service; none without `ui`. One pod, since who is logged in is in its folder."""
+    if deployment.chat_page is None:
+        return []
+    name, pods_of = objects.ui(deployment.name), objects.labels(deployment.name, "ui")
+    port = {**_port("http", UI_PORT), "port": deployment.chat_page.port, "appProtocol": "http"}
+    service = {"type": "ClusterIP", "selector": pods_of, "ports": [port]}
+    spec = {
+        "replicas": 1,
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+        "selector": {"matchLabels": pods_of},
+        "template": _page_template(deployment, plan),
+    }
+    return [
+        build("v1/Service", name, deployment, "ui", spec=service),
+        build("apps/v1/Deployment", name, deployment, "ui", spec=spec),
     ]
 
 
@@ -224,6 +249,38 @@ def _controller_template(deployment: Deployment, plan: Plan) -> Object:
     template = _with_tolerations(pods.pod_template(deployment, pod))
     template["spec"]["containers"][0]["resources"]["limits"] = _CONTROLLER_LIMITS
     return template
+
+
+def _page_template(deployment: Deployment, plan: Plan) -> Object:
+    """It gets no secret of ours: who opens the page brings a key."""
+    words = ["ui", objects.run_path(deployment), "--listen", f"0.0.0.0:{UI_PORT}"]
+    words += ["--gateway", f"http://{objects.gateway(deployment.name)}:{deployment.gateway.port}"]
+    own_image = block_of(deployment).ui_image
+    pod = Pod(
+        component="ui",
+        container="ui",
+        image=own_image or _image(deployment, plan),
+        argv=(*_UNIT, *words),
+        config_maps=(objects.anchor(deployment.name),),
+        resources=_PAGE,
+        grace_s=_PAGE_EXIT_S,
+        annotations=_config(deployment.chat_page, deployment.gateway.price, plan.served_names),
+        env=() if own_image else tuple(pods.plain_env({"PYTHONPATH": f"{objects.CODE}:{_PACKAGES}"})),
+        ports={"http": UI_PORT},
+        readiness={"httpGet": {"path": "/health", "port": "http", "scheme": "HTTP"}, "periodSeconds": 2},
+        init=() if own_image else (_packages(deployment, plan),),
+        has_secrets=False,
+    )
+    template = _with_tolerations(pods.pod_template(deployment, pod))
+    template["spec"]["containers"][0]["resources"]["limits"] = _PAGE_LIMITS
+    return template
+
+
+def _packages(deployment: Deployment, plan: Plan) -> Object:
+    """Installs Gradio next to the image's packages: few images have it."""
+    given = {name: value for name, value in deployment.engine.env.items() if _PIP_VARIABLES.fullmatch(name)}
+    words, needs = ("-m", "penstock.targets.kubernetes.packages", _PACKAGES), {"cpu": "500m", "memory": "1Gi"}
+    return pods.init_container("packages", _image(deployment, plan), words, needs, pods.plain_env(given), ())
 
 
 def _with_tolerations(template: Object) -> Object:

@@ -74,7 +74,7 @@ class Kubernetes(Target):
     # ---- before ------------------------------------------------------------------------------------------------------
 
     def placed(self, deployment: Deployment) -> tuple[Kind, ...]:
-        return objects.PLACED
+        return objects.placed(deployment)
 
     def check(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Problem]:
         problems = checks.file_problems(deployment)
@@ -174,7 +174,8 @@ class Kubernetes(Target):
             sets = api.list(SETS[block_of(run.deployment()).shape], objects.labels(run.name, "replica"))
             names = {unit.name: unit for unit in map(unit_of, run.handle().units) if unit.kind == "gateway"}
             gateway = names or {"0": Unit("gateway", "0")}
-            run.write_handle(_handle([*map(replica, by_replica(sets)), *gateway.values(), Unit("controller", "0")]))
+            others = [Unit(kind, "0") for kind in objects.placed(run.deployment()) if kind in ("controller", "ui")]
+            run.write_handle(_handle([*map(replica, by_replica(sets)), *gateway.values(), *others]))
 
     def order(self, run: Run, desired: Desired) -> None:
         folder.order(self._api_of(run), run, desired)
@@ -237,11 +238,12 @@ class Kubernetes(Target):
         apis = [self._connected(*place) for place in sorted(places - {(current.context, current.namespace)}, key=str)]
         return [left for api in [current, *apis] for left in ending.without_anchor(api)]
 
-    def tunnel(self, run: Run, port: int) -> AbstractContextManager[Tunnel]:
-        api = self._api_of(run)
-        return access.port_forward(
-            api.context, api.namespace, objects.gateway(run.name), run.deployment().gateway.port, port
-        )
+    def tunnel(self, run: Run, port: int, kind: Kind = "gateway") -> AbstractContextManager[Tunnel]:
+        api, deployment = self._api_of(run), run.deployment()
+        service, its_port = objects.gateway(run.name), deployment.gateway.port
+        if kind == "ui" and deployment.chat_page is not None:
+            service, its_port = objects.ui(run.name), deployment.chat_page.port
+        return access.port_forward(api.context, api.namespace, service, its_port, port)
 
     def inside(self, run: Run, words: Sequence[str], is_terminal: bool) -> list[str]:
         api = self._api_of(run)

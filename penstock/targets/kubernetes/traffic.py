@@ -1,4 +1,4 @@
-"""How clients outside the cluster reach the gateway, and which pods may reach which ports. Pure."""
+"""How clients outside the cluster reach the gateway and the chat page, and which pods may reach which ports. Pure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from penstock.targets.kubernetes.objects import (
     COMPONENT,
     ENGINE_PORT,
     GATEWAY_PORT,
+    UI_PORT,
     Object,
     block_of,
     build,
@@ -73,8 +74,12 @@ def _load_balancer(deployment: Deployment) -> Object:
 def _ingress(deployment: Deployment) -> Object:
     block, name = block_of(deployment), deployment.name
     service = {"name": objects.gateway(name), "port": {"name": "http"}}
-    path = {"path": "/", "pathType": "Prefix", "backend": {"service": service}}
-    spec: Object = {"rules": [{"host": block.host, "http": {"paths": [path]}}]}
+    paths = [{"path": "/", "pathType": "Prefix", "backend": {"service": service}}]
+    page = deployment.chat_page
+    if page is not None:
+        service = {"name": objects.ui(name), "port": {"name": "http"}}
+        paths.insert(0, {"path": page.root_path or "/ui", "pathType": "Prefix", "backend": {"service": service}})
+    spec: Object = {"rules": [{"host": block.host, "http": {"paths": paths}}]}
     if block.ingress_class is not None:
         spec["ingressClassName"] = block.ingress_class
     secret = block.tls_secret or (f"{name}-tls" if block.issuer is not None else None)
@@ -123,25 +128,41 @@ def _route(deployment: Deployment, is_gke: bool) -> list[Object]:
     backend: Object = {"name": objects.gateway(name), "port": deployment.gateway.port}
     if block.inference_pool:
         backend = {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": objects.gateway(name)}
-    rule: Object = {"matches": [{"path": {"type": "PathPrefix", "value": "/"}}], "backendRefs": [backend]}
-    if not is_gke:
+    backends: list[tuple[str, Object]] = [("/", backend)]
+    page = deployment.chat_page
+    if page is not None:
+        backends.insert(0, (page.root_path or "/ui", {"name": objects.ui(name), "port": page.port}))
+    rules: list[Object] = [
+        {"matches": [{"path": {"type": "PathPrefix", "value": path}}], "backendRefs": [each]} for path, each in backends
+    ]
+    for rule in rules if not is_gke else ():
         rule["timeouts"] = {"request": f"{STREAM_S}s", "backendRequest": f"{STREAM_S}s"}
-    spec: Object = {"parentRefs": [{"namespace": space, "name": parent}], "rules": [rule]}
+    spec: Object = {"parentRefs": [{"namespace": space, "name": parent}], "rules": rules}
     if block.host is not None:
         spec["hostnames"] = [block.host]
     kind = "gateway.networking.k8s.io/v1/HTTPRoute"
     route = build(kind, objects.public(name), deployment, "gateway", spec=spec)
-    return [route, _google_policy(deployment)] if is_gke else [route]
+    return [route, *_google_policies(deployment)] if is_gke else [route]
 
 
-def _google_policy(deployment: Deployment) -> Object:
+def _google_policies(deployment: Deployment) -> list[Object]:
     # https://cloud.google.com/kubernetes-engine/docs/how-to/configure-gateway-resources#configure_backend_service_timeout
     kind, name = "networking.gke.io/v1/GCPBackendPolicy", objects.gateway(deployment.name)
     target = {"group": "", "kind": "Service", "name": name}
     if block_of(deployment).inference_pool:
         target = {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": name}
-    spec = {"default": {"timeoutSec": STREAM_S}, "targetRef": target}
-    return build(kind, objects.public(deployment.name), deployment, "gateway", spec=spec)
+    default = {"timeoutSec": STREAM_S}
+    spec = {"default": default, "targetRef": target}
+    policies = [build(kind, objects.public(deployment.name), deployment, "gateway", spec=spec)]
+    if deployment.chat_page is not None:
+        page = objects.ui(deployment.name)
+        target = {"group": "", "kind": "Service", "name": page}
+        policies.append(build(kind, page, deployment, "ui", spec={"default": default, "targetRef": target}))
+        # Without it Google asks for /, which leads to the login. Same page, #configure_health_check
+        check = {"config": {"type": "HTTP", "httpHealthCheck": {"port": UI_PORT, "requestPath": "/health"}}}
+        kind = "networking.gke.io/v1/HealthCheckPolicy"
+        policies.append(build(kind, page, deployment, "ui", spec={"default": check, "targetRef": target}))
+    return policies
 
 
 def _inference_pool(deployment: Deployment) -> Object:
@@ -174,10 +195,13 @@ def _policies(deployment: Deployment) -> list[Object]:
     operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}}
     to_engines = {"from": [gateways, google, operator], "ports": [_tcp(ENGINE_PORT)]}
     to_admin = {"from": [ours], "ports": [_tcp(ADMIN_PORT)]}
-    return [
+    policies = [
         _policy(deployment, objects.gateway(name), "gateway", [{"ports": [_tcp(GATEWAY_PORT)]}, to_admin]),
         _policy(deployment, objects.nodes(name), "replica", [to_engines, {"from": [replicas]}]),
     ]
+    if deployment.chat_page is not None:
+        policies.append(_policy(deployment, objects.ui(name), "ui", [{"ports": [_tcp(UI_PORT)]}]))
+    return policies
 
 
 def _tcp(port: int) -> Object:

@@ -1,0 +1,391 @@
+"""A conversation: a tree of questions and answers, of which one branch, root to leaf, is shown and sent.
+
+Every function gives a new conversation. `turns` keeps the order in which turns came, each after its parent. Its JSON is
+what a browser keeps and a file exports; JavaScript keeps the order of keys that are no plain numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from penstock.chat.settings import Settings
+from penstock.chat.statistics import Statistics
+from penstock.errors import UserError
+from penstock.text import MIB, show_bytes, show_seconds
+from penstock.wire.answers import ToolCall
+from penstock.wire.client import Message
+
+VERSION = 1
+_TITLE_CHARS = 60
+_CHARS_PER_TOKEN = 4  # of English text, to guess how many turns an overflow is
+_FILE_BYTES_MAX = 64 * MIB
+_TURNS_MAX = 10_000
+_DATE_S_MAX = 8.64e12  # https://tc39.es/ecma262/#sec-time-values-and-time-range
+# JavaScript puts keys that are indices of an array first: https://tc39.es/ecma262/#sec-ordinaryownpropertykeys
+_ID = re.compile(r"(?![0-9]{1,10}\Z)[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z")
+_IMAGE = re.compile(r"data:image/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/]+=*\Z")
+_READABLE = 'It is JSON that this page exported, or has OpenAI\'s messages: {"messages": [...]}.'
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """A question or an answer. `images`: data URLs. `error`: why there is no answer, or no more of it.
+
+    `id` is a text of letters, digits, "-" and "_", and no plain number. `reasoning_s`: seconds until the answer began.
+    """
+
+    id: str
+    parent: str | None
+    role: Literal["user", "assistant"]
+    text: str = ""
+    images: tuple[str, ...] = ()
+    reasoning: str = ""
+    reasoning_s: float | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    model: str | None = None
+    finish_reason: str | None = None
+    statistics: Statistics | None = None
+    error: str | None = None
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """`leaf`: the last turn of the branch that is shown; None when it is empty. Times are seconds since 1970, UTC.
+
+    `first_sent`: the model gets the branch from this turn on; None, and a turn of another branch, is all of it.
+    """
+
+    id: str
+    title: str
+    created_at: float
+    updated_at: float
+    turns: dict[str, Turn] = {}
+    leaf: str | None = None
+    settings: Settings = Settings()
+    version: int = VERSION
+    first_sent: str | None = None
+
+
+def begin(conversation_id: str, now: float, settings: Settings) -> Conversation:
+    """An empty one. Its title is made of the first question."""
+    return Conversation(conversation_id, "", now, now, settings=settings)
+
+
+def ask(conversation: Conversation, turn_id: str, text: str, images: tuple[str, ...], now: float) -> Conversation:
+    """The question at the end of the branch. After a question without an answer it takes that one's place, and the
+    other stays as a branch: questions and answers alternate."""
+    last = conversation.turns.get(conversation.leaf or "")
+    parent = last.parent if last is not None and last.role == "user" else conversation.leaf
+    titled = replace(conversation, title=conversation.title or title_of(text), updated_at=now)
+    return _with(titled, Turn(turn_id, parent, "user", text, images))
+
+
+def answer(conversation: Conversation, turn: Turn) -> Conversation:
+    """The answer below the question `turn.parent`; one of the same id is replaced, as while an answer grows.
+
+    Raises UserError when the question is not there.
+    """
+    _turn(conversation, turn.parent, "user")
+    old = conversation.turns.get(turn.id, turn)
+    assert (turn.role, turn.role, turn.parent) == ("assistant", old.role, old.parent), turn.id
+    return _with(conversation, turn)
+
+
+def path(conversation: Conversation) -> tuple[Turn, ...]:
+    """The branch that is shown, root to leaf."""
+    return tuple(reversed([*_upwards(conversation, conversation.leaf)]))
+
+
+def siblings(conversation: Conversation, turn_id: str) -> tuple[str, ...]:
+    """The ids of the branches at this turn, itself included, oldest first."""
+    parent = _turn(conversation, turn_id).parent
+    return tuple(turn.id for turn in conversation.turns.values() if turn.parent == parent)
+
+
+def choose(conversation: Conversation, turn_id: str) -> Conversation:
+    """Shows the branch of that turn, down to its newest leaf."""
+    *_, newest = _below(conversation, _turn(conversation, turn_id).id)
+    return replace(conversation, leaf=newest)
+
+
+def edit(conversation: Conversation, turn_id: str, new_id: str, text: str, now: float) -> Conversation:
+    """Another question in place of this one, with its images; the old one stays as a branch."""
+    old = _turn(conversation, turn_id, "user")
+    edited = replace(conversation, updated_at=now)
+    return _with(edited, Turn(new_id, old.parent, "user", text, old.images))
+
+
+def retry_from(conversation: Conversation, turn_id: str) -> Conversation:
+    """The branch ends at the question: `turn_id`, or the one that it answers. The next answer is a sibling."""
+    turn = _turn(conversation, turn_id)
+    return replace(conversation, leaf=turn.id if turn.role == "user" else turn.parent)
+
+
+def delete(conversation: Conversation, turn_id: str) -> Conversation:
+    """Without that turn and what follows it. The newest branch beside it is shown, else what was before it."""
+    parent = _turn(conversation, turn_id).parent
+    gone = {*_below(conversation, turn_id)}
+    left = {turn.id: turn for turn in conversation.turns.values() if turn.id not in gone}
+    first_sent = None if conversation.first_sent in gone else conversation.first_sent
+    pruned = replace(conversation, turns=left, first_sent=first_sent)
+    if conversation.leaf not in gone:
+        return pruned
+    others = [turn.id for turn in left.values() if turn.parent == parent]
+    return choose(pruned, others[-1]) if others else replace(pruned, leaf=parent)
+
+
+def drop_oldest(conversation: Conversation, over_tokens: int = 1) -> Conversation:
+    """Sends fewer of the oldest questions and answers, which stay in the conversation: at least one pair, and about
+    `over_tokens` tokens.
+
+    Raises UserError when only the last question is sent.
+    """
+    sent = _sent(conversation)
+    n_chars, first = 0, 0
+    while first + 2 < len(sent) and n_chars < max(1, over_tokens) * _CHARS_PER_TOKEN:
+        n_chars += 1 + sum(len(turn.text) for turn in sent[first : first + 2])
+        first += 2
+    if not first:
+        raise UserError(
+            "cannot send less: only the last question is left",
+            hint="Shorten it, lower max tokens, or choose a model with a longer context.",
+        )
+    return replace(conversation, first_sent=sent[first].id)
+
+
+def messages(conversation: Conversation) -> list[Message]:
+    """The branch as OpenAI's API takes it: the system message unless it is off, images as parts, no reasoning.
+
+    Questions without an answer are left out, but for the last: models refuse two questions in a row. No tool ever
+    answered a call, so that an answer of calls is sent as their text.
+    """
+    settings, sent = conversation.settings, _sent(conversation)
+    listed: list[Message] = []
+    if settings.has_system and settings.system:
+        listed.append({"role": "system", "content": settings.system})
+    for place, turn in enumerate(sent):
+        following = sent[place + 1] if place + 1 < len(sent) else None
+        if turn.role == "assistant":
+            if said := spoken(turn):
+                listed.append({"role": "assistant", "content": said})
+        elif following is None or spoken(following):
+            listed.append({"role": "user", "content": _content(turn)})
+    return listed
+
+
+def spoken(turn: Turn) -> str:
+    """What a turn says: its text, or the tool calls of an answer without one."""
+    return turn.text or "\n".join(f"{call.name}({call.arguments})" for call in turn.tool_calls)
+
+
+def to_markdown(conversation: Conversation) -> str:
+    """The branch that is shown, a heading for each message, with reasoning and tool calls as they were."""
+    settings = conversation.settings
+    system = [f"## system\n\n{settings.system}\n"] if settings.has_system and settings.system else []
+    return "\n".join([*system, *map(_turn_as_markdown, path(conversation))])
+
+
+def to_json(conversation: Conversation) -> bytes:
+    """What `from_json` reads."""
+    return msgspec.json.encode(conversation)
+
+
+def from_json(data: bytes | str, now: float = 0.0) -> list[Conversation]:
+    """The conversations of an untrusted file: one or a list, ours or with OpenAI's messages, which are dated `now`.
+
+    Raises UserError for anything else. What it gives is sound: parents stand before children, questions and answers
+    alternate, images are data URLs.
+    """
+    if len(data) > _FILE_BYTES_MAX:
+        raise UserError(f"cannot read conversations of more than {show_bytes(_FILE_BYTES_MAX)}")
+    try:
+        rows = msgspec.json.decode(data)
+        if not isinstance(rows, list) or (rows and isinstance(rows[0], dict) and "role" in rows[0]):
+            rows = [{"messages": rows} if isinstance(rows, list) else rows]
+        return [
+            _of_messages(row, now) if _has_messages(row) else _sound(msgspec.convert(row, Conversation)) for row in rows
+        ]
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as exc:
+        reason = "too many levels" if isinstance(exc, RecursionError) else str(exc)
+        raise UserError("cannot read the conversations", detail=reason, hint=_READABLE) from exc
+
+
+def title_of(text: str) -> str:
+    """The first line of a question, cut at a word: "Why is the sky blue?\\nIn short." -> "Why is the sky blue?"."""
+    line = next((" ".join(line.split()) for line in text.splitlines() if line.strip()), "")
+    if len(line) <= _TITLE_CHARS:
+        return line
+    head = line[: _TITLE_CHARS - 1]
+    return (head.rsplit(" ", 1)[0] if " " in head else head) + "…"
+
+
+def _with(conversation: Conversation, turn: Turn) -> Conversation:
+    return replace(conversation, turns={**conversation.turns, turn.id: turn}, leaf=turn.id)
+
+
+def _turn(conversation: Conversation, turn_id: str | None, role: str | None = None) -> Turn:
+    turn = conversation.turns.get(turn_id or "")
+    if turn is None or role not in (None, turn.role):
+        what = {"user": "question", "assistant": "answer"}.get(role or "", "message")
+        raise UserError(f"this {what} is no longer in the conversation", hint="Reload the page, or choose another.")
+    return turn
+
+
+def _upwards(conversation: Conversation, leaf: str | None) -> Iterator[Turn]:
+    while leaf is not None:
+        turn = conversation.turns[leaf]
+        yield turn
+        leaf = turn.parent
+
+
+def _below(conversation: Conversation, turn_id: str) -> Iterator[str]:
+    """The turn and all that follow it, oldest first: parents stand before their children."""
+    seen = {turn_id}
+    yield turn_id
+    for turn in conversation.turns.values():
+        if turn.parent in seen:
+            seen.add(turn.id)
+            yield turn.id
+
+
+def _sent(conversation: Conversation) -> tuple[Turn, ...]:
+    """The part of the branch that the model gets, which begins with a question."""
+    branch = path(conversation)
+    ids = [turn.id for turn in branch]
+    return branch[ids.index(conversation.first_sent) :] if conversation.first_sent in ids else branch
+
+
+def _content(turn: Turn) -> object:
+    if not turn.images:
+        return turn.text
+    images: Iterable[object] = ({"type": "image_url", "image_url": {"url": url}} for url in turn.images)
+    return [{"type": "text", "text": turn.text}, *images] if turn.text else [*images]
+
+
+def _turn_as_markdown(turn: Turn) -> str:
+    parts = [f"## {turn.role}"]
+    if turn.reasoning:
+        title = "Reasoning" + (f", {show_seconds(turn.reasoning_s)}" if turn.reasoning_s is not None else "")
+        parts.append(f"<details><summary>{title}</summary>\n\n{turn.reasoning}\n\n</details>")
+    parts += [f"Tool call `{call.name}`:\n\n```json\n{call.arguments}\n```" for call in turn.tool_calls]
+    if turn.images:
+        parts.append(f"({len(turn.images)} image{'' if len(turn.images) == 1 else 's'})")
+    if turn.text:
+        parts.append(turn.text)
+    return "\n\n".join(parts) + "\n"
+
+
+def _has_messages(row: object) -> bool:
+    return isinstance(row, dict) and isinstance(row.get("messages"), list)
+
+
+def _sound(conversation: Conversation) -> Conversation:
+    """The same, its turns with parents first. Raises UserError for what no function above makes."""
+    turns = conversation.turns
+    if conversation.version > VERSION:
+        raise UserError(f"cannot read a conversation of version {conversation.version}", hint="Update penstock.")
+    dates = (conversation.created_at, conversation.updated_at)
+    if not all(0 <= date <= _DATE_S_MAX for date in dates) or len(turns) > _TURNS_MAX or not _ID.match(conversation.id):
+        raise _unsound(f"its id, a date, or more than {_TURNS_MAX:,} messages")
+    for key, turn in turns.items():
+        parent = turns.get(turn.parent or "")
+        if turn.id != key or not _ID.match(key):
+            raise _unsound(f"message {key[:64]!r} has a bad id")
+        if (parent is None and turn.parent is not None) or (parent.role if parent else "assistant") == turn.role:
+            raise _unsound(f"message {key!r} follows none that it may follow")
+        if not all(map(_IMAGE.match, turn.images)):
+            raise _unsound(f"an image of message {key!r} is no PNG, JPEG, WebP or GIF as a data URL")
+    if conversation.leaf is not None and conversation.leaf not in turns:
+        raise _unsound("its last message is missing")
+    return replace(conversation, turns=_parents_first(turns))
+
+
+def _parents_first(turns: dict[str, Turn]) -> dict[str, Turn]:
+    ordered: dict[str, Turn] = {}
+    for turn in turns.values():
+        chain: dict[str, Turn] = {}
+        link: Turn | None = turn
+        while link is not None and link.id not in ordered:
+            if link.id in chain:
+                raise _unsound(f"message {link.id!r} follows itself")
+            chain[link.id] = link
+            link = turns.get(link.parent or "")
+        ordered.update(reversed(chain.items()))
+    return ordered
+
+
+def _unsound(what: str) -> UserError:
+    return UserError("cannot use the conversation", detail=what, hint=_READABLE)
+
+
+class _Part(msgspec.Struct):
+    type: str = "text"
+    text: str = ""
+    image_url: dict[str, Any] = {}
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str = ""
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+
+
+class _Said(msgspec.Struct):
+    """One message of https://platform.openai.com/docs/api-reference/chat/create."""
+
+    role: str
+    content: str | list[_Part] | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Request(msgspec.Struct):
+    messages: list[_Said]
+    model: str | None = None
+    title: str = ""
+
+
+def _of_messages(row: object, now: float) -> Conversation:
+    """A request body, or its messages. Messages of one role in a row become one; answers of tools are left out."""
+    request = msgspec.convert(row, _Request)
+    if len(request.messages) > _TURNS_MAX:
+        raise _unsound(f"more than {_TURNS_MAX:,} messages")
+    system, merged = [], list[Turn]()
+    for said in request.messages:
+        text, images = _text_and_images(said.content)
+        if said.role in ("system", "developer"):
+            system.append(text)
+        elif said.role in ("user", "assistant"):
+            calls = tuple(ToolCall(call.function.name, call.function.arguments) for call in said.tool_calls or ())
+            role: Literal["user", "assistant"] = "user" if said.role == "user" else "assistant"
+            if role == "assistant" and not merged:
+                merged.append(Turn("m0", None, "user"))
+            if merged and merged[-1].role == role:
+                last = merged[-1]
+                text = "\n\n".join(part for part in (last.text, text) if part)
+                merged[-1] = replace(last, text=text, images=last.images + images, tool_calls=last.tool_calls + calls)
+            else:
+                parent = merged[-1].id if merged else None
+                merged.append(Turn(f"m{len(merged)}", parent, role, text, images, tool_calls=calls))
+    digest = hashlib.sha256(msgspec.json.encode(request)).hexdigest()[:16]
+    settings = Settings(model=request.model, system="\n\n".join(system) or None)
+    title = request.title or title_of(next((turn.text for turn in merged if turn.text), ""))
+    leaf = merged[-1].id if merged else None
+    turns = {turn.id: turn for turn in merged}
+    return _sound(Conversation(f"import-{digest}", title, now, now, turns, leaf, settings))
+
+
+def _text_and_images(content: str | list[_Part] | None) -> tuple[str, tuple[str, ...]]:
+    """Images elsewhere are not fetched: their address stays, as text."""
+    if not isinstance(content, list):
+        return content or "", ()
+    urls = [str(part.image_url.get("url")) for part in content if part.image_url]
+    texts = [part.text for part in content if part.text]
+    images = tuple(url for url in urls if _IMAGE.match(url))
+    return "\n\n".join([*texts, *(url for url in urls if not _IMAGE.match(url))]), images
