@@ -39,6 +39,20 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
         raise
 
 
+def read_token(path: Path, what: str = "admin token") -> str:
+    """The secret in a file. Raises UserError for a file that is empty or that others can read."""
+    try:
+        is_shared = bool(path.stat().st_mode & 0o077)
+        token = path.read_text().strip()
+    except OSError as error:
+        raise UserError(f"cannot read {what} file {str(path)!r}: {error.strerror}") from error
+    if is_shared:
+        raise UserError(f"{what} file {str(path)!r} can be read by others", hint=f"chmod 600 {path}")
+    if not token:
+        raise UserError(f"{what} file {str(path)!r} is empty")
+    return token
+
+
 def overwrite(path: Path, data: bytes) -> None:
     """Replace a file's content in place, for a full disk: a shorter text needs no new block.  Raises OSError."""
     n_bytes = path.stat().st_size

@@ -117,8 +117,9 @@ class Desired(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The controller, the gateway or Prometheus, as last seen. A placed one has a `unit` and its target's `note`, no
-    process. `url`: where Prometheus answers, on loopback of the machine in `note`, or of this one."""
+    """The controller, the gateway, Prometheus or the chat page, as last seen. A placed one has a `unit` and its
+    target's `note`, no process. `url`: where Prometheus or the page answers, on loopback of the machine in `note`, or
+    of this one; of a placed page, for clients outside."""
 
     state: Literal["running", "queued", "starting", "gone"]
     process: Process | None = None
@@ -165,6 +166,7 @@ class State(msgspec.Struct, frozen=True):
     requests_total: int = 0
     reason: str | None = None
     prometheus: Part | None = None
+    ui: Part | None = None
 
 
 class Run:
@@ -281,6 +283,12 @@ class Run:
         """Where clients outside its network reach a gateway that the target placed; None where they do not."""
         has_address = self.places("gateway") and self.gateway_address_file.exists()
         return self.gateway_address().public_url if has_address else None
+
+    @property
+    def public_page_url(self) -> str | None:
+        """Where clients outside its network reach a chat page that the target placed; None where they do not."""
+        has_address = self.places("ui") and self.gateway_address_file.exists()
+        return self.gateway_address().public_page_url if has_address else None
 
     @property
     def known_url(self) -> str | None:

@@ -34,7 +34,9 @@ from penstock.gateway.config import ServedModel
 from penstock.gateway.connections import engine as upstream
 from penstock.gateway.connections.listener import open_socket
 from penstock.spec.gateway import Limits, Upstream
+from penstock.wire.announcement import Progress
 from penstock.wire.http1 import END
+from penstock.wire.model_list import ModelCard, ReplicaCount, read_models
 
 pytestmark = both_loops
 
@@ -276,7 +278,7 @@ async def test_health_models_and_metrics() -> None:
         assert json.loads((await client.get("/v1/models/alias").response())[1]) == model
         assert isinstance(model.pop("created"), int)
         facts = {"id": "demo", "object": "model", "owned_by": "penstock", "aliases": ["alias"], "state": "ready"}
-        assert model == facts
+        assert model == facts | {"replicas": {"ready": 1, "total": 1}}
         lines = {
             'penstock_requests_total{model="demo",outcome="complete"} 1',
             'penstock_responses_total{model="demo",replica="0",code="200"} 1',
@@ -285,6 +287,24 @@ async def test_health_models_and_metrics() -> None:
         }
         assert lines <= set((await client.metrics()).splitlines())
         assert (await client.get("/v1/models/nope").error())[0] == 404
+
+
+async def test_a_model_row_tells_length_replicas_and_how_its_first_replica_loads() -> None:
+    async with Rig() as rig:
+        progress = {"stage": "weights", "shards_done": 17, "shards_total": 30, "fraction": 0.5}
+        more = {"max_model_len": 8192, "input_modalities": ["text", "image"]}
+        await rig.announce("0", None, "loading", progress=progress, **more)
+        await rig.announce("1", None, "queued", max_model_len=4096)
+        client = await rig.client()
+        body = json.loads((await client.get("/v1/models").response())[1])
+        (card,) = read_models(body, "the gateway")
+        assert card == ModelCard(
+            *("demo", "loading", ("alias",), 4096, ReplicaCount(0, 2), Progress("weights", 17, 30, fraction=0.5)),
+            input_modalities=("text", "image"),
+        )
+        await rig.engine(echo, "1")
+        (row,) = json.loads((await client.get("/v1/models").response())[1])["data"]
+        assert (row["state"], row["replicas"], "progress" in row) == ("ready", {"ready": 1, "total": 2}, False)
 
 
 async def test_head_has_a_length_and_no_body() -> None:

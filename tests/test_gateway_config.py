@@ -11,8 +11,9 @@ from penstock.errors import SpecError, UserError
 from penstock.gateway.__main__ import main
 from penstock.gateway.accounting.keys import Keyring, has_token
 from penstock.gateway.accounting.running_totals import new_totals
-from penstock.gateway.config import GatewayConfig, is_local_address, parse_address, parse_config, read_token
+from penstock.gateway.config import GatewayConfig, is_local_address, parse_address, parse_config
 from penstock.gateway.origins import origin_headers
+from penstock.paths import read_token
 
 GOOD = {
     "listen": "127.0.0.1:8000",

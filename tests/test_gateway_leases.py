@@ -28,13 +28,14 @@ from gateway_rig import (
 )
 from hosts import Hosts
 
-from penstock.gateway import forwarding
+from penstock.gateway import forwarding, waiting_streams
 from penstock.gateway.config import Address
 from penstock.gateway.connections.engine import UpstreamConnection
 from penstock.gateway.routing import static_upstreams
 from penstock.gateway.routing.replicas import Replica
 from penstock.spec.gateway import QueueBounds
 from penstock.wire.http1 import END, ResponseHead
+from penstock.wire.waiting import Waiting, write_comment
 
 pytestmark = both_loops
 
@@ -190,8 +191,8 @@ async def test_drained_replica_finishes_and_gets_nothing_new() -> None:
 
 @pytest.fixture
 def talkative(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwarding, "QUIET_S", 0.005)
-    monkeypatch.setattr(forwarding, "COMMENT_EVERY_S", 0.005)
+    monkeypatch.setattr(waiting_streams, "QUIET_S", 0.005)
+    monkeypatch.setattr(waiting_streams, "COMMENT_EVERY_S", 0.005)
 
 
 async def held(rig: Rig) -> Client:
@@ -246,6 +247,34 @@ async def test_held_stream_without_a_replica_ends_with_an_event(talkative: None)
         body = await rest(await held(rig))
         assert error_of(body)["code"] == "no_replica"
         assert body.endswith(DONE)
+
+
+async def test_a_client_that_asks_for_it_hears_its_progress_its_place_and_its_replica(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waiting_streams, "PROGRESS_FIRST_S", 0.005)
+    monkeypatch.setattr(waiting_streams, "PROGRESS_EVERY_S", 0.005)
+    async with Rig() as rig:
+        progress = {"stage": "weights", "shards_done": 17, "shards_total": 30, "fraction": 0.45}
+        await rig.announce("0", None, "loading", progress=progress)
+        client, first = await rig.client(), await rig.client()
+        first.post(STREAM)
+        await rig.until(lambda view: view["waiting"] == 1)
+        client.post(STREAM, headers="x-penstock-progress: 1\r\n")
+        assert (await client.event()).get(b"x-penstock-replica") == b"none"
+        loading = Waiting("loading", 1, 17, 30, 0.45)
+        assert [await client.event() for _ in range(2)] == [write_comment(loading)] * 2
+        engine = await rig.engine(say(SSE_HEAD + b"".join(map(chunk, EVENTS)) + b"0\r\n\r\n"))
+        body = (await rest(client)).replace(write_comment(loading), b"")
+        assert body == b': penstock {"stage":"prompt","replica":"0"}\n\n' + b"".join(EVENTS)
+        assert not any(seen.head.get(b"x-penstock-progress") for seen in engine.seen)
+
+
+async def test_a_stream_that_does_not_wait_hears_no_comment() -> None:
+    reply = say(SSE_HEAD + b"".join(map(chunk, EVENTS)) + b"0\r\n\r\n")
+    async with rig_with(reply) as (_, _, client):
+        head, body, _ = await client.post(STREAM, headers="x-penstock-progress: 1\r\n").response()
+        assert (head.get(b"x-penstock-replica"), body) == (b"0", b"".join(EVENTS))
 
 
 async def test_requests_beyond_the_replicas_limit_wait_in_the_gateway() -> None:

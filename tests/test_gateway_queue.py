@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from penstock.gateway.routing.queue import FairQueue, QueueEntry, WaitingQueue
 from penstock.spec.gateway import QueueBounds
 
+STEPS = ["push", "push", "pop", "leave"]
+
 
 def entry(flow: str, arrival: int, priority: int = 0) -> QueueEntry:
     return QueueEntry("m", flow.encode(), (priority, arrival), 0)
@@ -104,6 +106,26 @@ def test_those_who_left_are_never_served_and_all_others_once(rows: list[tuple[st
     stays = [each for each, (_, _, leaves) in zip(entries, rows, strict=True) if not leaves]
     assert sorted(served, key=lambda each: each.order) == sorted(stays, key=lambda each: each.order)
     assert queue.n_waiting == 0
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2), st.sampled_from(["push", "push", "pop", "leave"])))
+)
+def test_position_is_the_order_in_which_they_go(steps: list[tuple[str, int, str]]) -> None:
+    queue, waiting = FairQueue(), list[QueueEntry]()
+    for arrival, (flow, priority, step) in enumerate(steps):
+        if step == "push":
+            waiting.append(entry(flow, arrival, priority))
+            queue.push(waiting[-1])
+        elif step == "leave" and waiting:
+            queue.remove(waiting.pop(0))
+        elif (popped := queue.pop()) is not None:
+            waiting.remove(popped)
+    ahead = {id(each): queue.n_ahead(each) for each in waiting}
+    order = [popped for _ in waiting if (popped := queue.pop()) is not None]
+    assert [ahead[id(each)] for each in order] == list(range(len(waiting)))
+    assert [queue.n_ahead(each) for each in order] == [0] * len(order)
 
 
 def test_one_key_cannot_fill_the_queue() -> None:

@@ -15,6 +15,7 @@ from penstock.gateway.routing import health
 from penstock.gateway.routing.health import Health
 from penstock.gateway.routing.replicas import RETRY_AFTER_S, Replica, ReplicaTable, RoutingHints
 from penstock.wire.announcement import Announcement, EngineLoad, Progress
+from penstock.wire.waiting import Waiting
 
 MODELS = (ServedModel("demo", ("alias",)), ServedModel("other"))
 READY = Announcement(replica="a", model="demo", state="ready", lease_s=10, url="http://127.0.0.1:41234")
@@ -152,6 +153,19 @@ def test_model_state_and_retry_after_follow_what_replicas_announce() -> None:
     assert [table.model_state("demo", now) for now in (1, 61)] == ["loading", "unavailable"]
     announce(table, 62)
     assert [table.model_state(name, 62) for name in ("demo", "other")] == ["ready", "unavailable"]
+
+
+def test_what_a_request_waits_for_is_the_replica_nearest_to_ready_or_the_queue() -> None:
+    table = ReplicaTable(MODELS, max_in_flight=1)
+    assert table.waiting("demo", 0, 3) == Waiting("waiting", 3)
+    announce(table, 0, "a", state="queued", url=None)
+    assert table.waiting("demo", 0, 0) == Waiting("queued", 0)
+    progress = Progress("weights", 17, 30, fraction=0.45678, eta_s=42.0)
+    announce(table, 0, "b", state="loading", url=None, progress=progress)
+    assert table.waiting("demo", 2.5, 3) == Waiting("loading", 3, 17, 30, 0.457, 39.5)
+    assert table.waiting("other", 0, 0) == Waiting("waiting", 0)
+    announce(table, 3, "a")
+    assert table.waiting("demo", 3, 3) == Waiting("queue", 3)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from gateway_rig import CHAT, EVENTS, SSE_HEAD, STREAM, Gate, Rig, both_loops, chunk, echo, rig_with, say
 
-from penstock.gateway import forwarding
+from penstock.gateway import waiting_streams
 from penstock.gateway.config import Slo
 from penstock.gateway.metrics import GAP_S, LATENCY_S, Counters, add_distributions, distributions, with_bound
 from penstock.wire import prometheus
@@ -65,8 +65,8 @@ async def test_time_per_output_token_goes_by_the_tokens_of_the_usage(tmp_path: o
 
 
 async def test_comments_of_a_held_stream_are_not_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwarding, "QUIET_S", 0.0)
-    monkeypatch.setattr(forwarding, "COMMENT_EVERY_S", 0.001)
+    monkeypatch.setattr(waiting_streams, "QUIET_S", 0.0)
+    monkeypatch.setattr(waiting_streams, "COMMENT_EVERY_S", 0.001)
     async with Rig() as rig:
         client = await rig.client()
         client.post(STREAM)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 from collections.abc import Collection, Iterator, Sequence
@@ -31,7 +32,7 @@ from penstock.targets.kubernetes import folder
 from penstock.targets.kubernetes import target as kubernetes
 from penstock.wire.announcement import GatewayAddress
 
-KINDS: tuple[Kind, ...] = ("replica", "gateway", "controller")
+KINDS: tuple[Kind, ...] = ("replica", "gateway", "controller", "ui")
 
 
 class Tunnel:
@@ -101,7 +102,7 @@ class Cluster(Target):
 def started(name: str) -> Run:
     wanted = deployment(name=name, target="kubernetes", gateway={"auth": "keys"})
     run = run_folder.create(msgspec.structs.replace(draft(wanted), placed=KINDS), NOW)
-    run.write_handle(Handle("kubernetes", {"replica/0": {}, "gateway/0": {}, "controller/0": {}}))
+    run.write_handle(Handle("kubernetes", {"replica/0": {}, "gateway/0": {}, "controller/0": {}, "ui/0": {}}))
     return run
 
 
@@ -241,6 +242,23 @@ def test_a_start_ends_with_the_reason_when_a_unit_can_never_start(cluster: Clust
     assert (shown.replicas[0].state, shown.replicas[0].reason) == ("queued", waits.reason)
     state = run.state()
     assert state is not None and (state.phase, state.reason) == ("failed", caught.value.message)
+
+
+def test_a_page_that_cannot_start_fails_no_start_and_status_says_why_or_where_it_is(
+    cluster: Cluster, shell: Shell
+) -> None:
+    run, page = started("one"), Unit("ui", "0")
+    why = "container packages ended with code 1: cannot install the chat page's packages / this image has no pip"
+    cluster.placements = {page: Placement("queued", why, is_final=True)}
+    assert start._refusal(run) is None
+    assert f"chat page  {why}" in shell("status", "one")[1]
+    cluster.placements = {page: Placement("placed")}
+    out = shell("status", "one")[1]
+    assert re.search(r"chat page +in its cluster; here: \S+ ui one\n", out) and re.search(r"\nui +running", out)
+    address = GatewayAddress("0", "one-gateway:8000", (), "https://llm.example", "https://llm.example/ui/")
+    write_atomically(run.gateway_address_file, msgspec.json.encode(address))
+    assert re.search(r"chat page +https://llm.example/ui/\n", shell("status", "one")[1])
+    assert shell("logs", "one", "--part", "ui")[1] == "a line of ui/0\n"
 
 
 def test_what_is_sent_as_one_document_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:

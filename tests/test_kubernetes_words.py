@@ -246,6 +246,16 @@ def test_a_replica_says_that_it_waits_for_the_weights() -> None:
     assert place([waits]).reason == "waits for the weights"
 
 
+def test_a_chat_page_says_that_it_installs_packages() -> None:
+    state = {"running": {"startedAt": at(-20)}}
+    installs = pod(
+        initContainerStatuses=[container("packages", state=state)], containerStatuses=[waiting("PodInitializing")]
+    )
+    assert (
+        words.placement_of_deployment({"spec": {}}, [installs], [], NOW).reason == "installs the chat page's packages"
+    )
+
+
 # ---- placements of replicas ------------------------------------------------------------------------------------------
 
 

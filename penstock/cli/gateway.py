@@ -110,8 +110,8 @@ def run(options: argparse.Namespace) -> int:
     from penstock.gateway import compiled
 
     compiled.activate()  # before any of the modules that it is for
-    from penstock.gateway.config import read_token
     from penstock.gateway.workers.parent import serve
+    from penstock.paths import read_token
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s gateway: %(message)s")
     with admin_folder() as folder:

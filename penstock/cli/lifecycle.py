@@ -76,7 +76,7 @@ def register_logs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--since", type=arguments.period_s, metavar="TIME", help=text)
     parser.add_argument("--replica", metavar="N", help="one replica (default: all that live)")
     parser.add_argument("-a", "--all", dest="with_ended", action="store_true", help="also of replicas that ended")
-    parts = ("replicas", "gateway", "controller", "prometheus", "events")
+    parts = ("replicas", "gateway", "controller", "prometheus", "ui", "events")
     parser.add_argument("--part", choices=parts, default="replicas", help="whose log (default: replicas)")
     examples = ("penstock logs --follow", "penstock logs qwen --replica 0 -n 100", "penstock logs qwen --part events")
     arguments.complete(parser, _logs, examples)

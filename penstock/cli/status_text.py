@@ -157,6 +157,7 @@ def status_text(run: Run, state: State, now: float) -> str:
         ("requests", f"{state.requests_total} served since its gateway started"),
         *([] if cost is None else [("cost", f"{show_usd(cost)} for all requests so far")]),
         *([] if state.prometheus is None else [("prometheus", _prometheus(state.prometheus))]),
+        *([] if state.ui is None else [("chat page", _page(run, state.ui))]),
         ("folder", str(run.path)),
         ("started", f"{show_seconds(now - run.record().created_at)} ago"),
         *_kv_cache_facts(plan, state),
@@ -167,6 +168,7 @@ def status_text(run: Run, state: State, now: float) -> str:
     lines += [table(facts, indent=2), ""]
     rows = [_part_row("controller", state.controller), _part_row("gateway", state.gateway)]
     rows += [] if state.prometheus is None else [_part_row("prometheus", state.prometheus)]
+    rows += [] if state.ui is None else [_part_row("ui", state.ui)]
     rows += [_replica_row(replica) for replica in state.replicas]
     lines.append(table(rows, ("PART", "STATE", "PID", "RESTARTS", "")))
     for replica in state.replicas:
@@ -200,6 +202,14 @@ def _prometheus(part: Part) -> str:
     if part.url is None or part.state == "gone":
         return part.note or (f"restarting: {part.restarts[-1].reason}" if part.restarts else "starting")
     return part.url if part.note is None else f"{part.url} on {part.note}"
+
+
+def _page(run: Run, part: Part) -> str:
+    if part.state != "running" and part.note:
+        return part.note
+    if part.url is not None:
+        return part.url
+    return f"in its cluster; here: {command_name()} ui {run.name}" if part.unit is not None else part.state
 
 
 def _address(run: Run) -> str:
@@ -247,6 +257,7 @@ def _reasons(state: State, now: float) -> list[tuple[str, str]]:
         "controller": state.controller.restarts,
         "gateway": state.gateway.restarts,
         "prometheus": () if state.prometheus is None else state.prometheus.restarts,
+        "ui": () if state.ui is None else state.ui.restarts,
         **{f"replica {replica.replica}": replica.restarts for replica in state.replicas},
     }
     reasons = [(restart.at, part, restart.reason) for part, restarts in parts.items() for restart in restarts]

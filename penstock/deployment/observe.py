@@ -37,15 +37,17 @@ class History(msgspec.Struct, frozen=True):
     refused: dict[str, str] = {}
     was_ready: bool = False
     prometheus: Part | None = None
+    ui: Part | None = None
 
 
 class Observation(msgspec.Struct, frozen=True):
     """One look. `view`: the gateway's replica table, None when it does not answer. A gateway next to `up` counts as a
-    unit too; its name is the number of its restarts."""
+    unit too; its name is the number of its restarts. `page_url`: of a placed chat page, for clients outside."""
 
     placements: dict[Unit, Placement]
     view: GatewayView | None
     gateway: Part
+    page_url: str | None = None
 
 
 def look(run: Run, last: Part) -> Observation:
@@ -57,7 +59,8 @@ def look(run: Run, last: Part) -> Observation:
     else:
         part, local = _local(run, last)
         placements = placements | local
-    return Observation(placements, admin_view(run) if part.state == "running" else None, part)
+    view = admin_view(run) if part.state == "running" else None
+    return Observation(placements, view, part, run.public_page_url)
 
 
 def _local(run: Run, last: Part) -> tuple[Part, dict[Unit, Placement]]:
@@ -160,9 +163,25 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
         controller=history.controller,
         gateway=gateway,
         prometheus=history.prometheus,
+        ui=_page(seen, history.ui),
         requests_total=seen.view.requests_total if seen.view else 0,
         reason=next((replica.reason for replica in replicas if replica.state == "failed"), None),
     )
+
+
+_PAGE_STATES: dict[str, Literal["running", "queued", "starting", "gone"]] = {
+    "placed": "running", "queued": "queued", "broken": "starting", "gone": "gone"
+}  # fmt: skip
+
+
+def _page(seen: Observation, last: Part | None) -> Part | None:
+    """The chat page: the controller's own, or as its target sees the one that it placed."""
+    unit = next((unit for unit in seen.placements if unit.kind == "ui"), None)
+    if unit is None:
+        return last
+    place = seen.placements[unit]
+    state, url = _PAGE_STATES[place.state], seen.page_url
+    return msgspec.structs.replace(last or Part("gone"), state=state, unit=unit.name, note=place.reason, url=url)
 
 
 def _kept(announcement: Announcement) -> Announcement:
@@ -273,6 +292,7 @@ def now_state(run: Run, now: float) -> State:
         failed={replica.replica: replica for replica in (last.replicas if last else ()) if replica.state == "failed"},
         was_ready=last is not None and last.phase in ("ready", "degraded"),
         prometheus=last.prometheus if last else None,
+        ui=last.ui if last else None,
     )
     state = summarise(desired, look(run, history.gateway), history, now)
     if desired.state == "down":  # also when nothing of it lives any more: a `down` that broke off wrote no end

@@ -14,10 +14,9 @@ import msgspec
 
 from penstock.engines import Engine, Missing
 from penstock.errors import Problem, SpecError, UserError
-from penstock.gateway.config import read_token
 from penstock.hardware import Gpu, Machine, catalog
 from penstock.observe import prometheus
-from penstock.paths import free_bytes
+from penstock.paths import free_bytes, read_token
 from penstock.spec.deployment import Deployment, GatewaySpec, Observe
 from penstock.spec.gateway import STDERR
 from penstock.targets import Target

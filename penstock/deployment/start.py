@@ -308,7 +308,7 @@ def _refusal(run: Run) -> PenstockError | None:
     if not run.places("controller"):
         return None
     for unit, place in targets.load(run.handle().target).status(run).items():
-        if place.state in ("queued", "broken") and place.is_final:
+        if unit.kind != "ui" and place.state in ("queued", "broken") and place.is_final:  # nothing waits for the page
             name = f"replica {unit.name}" if unit.kind == "replica" else f"the {unit.kind}"
             message = f'could not start {name} of "{run.name}": {place.reason}'
             return PenstockError(message, hint="Correct that, and run `penstock up` again.")

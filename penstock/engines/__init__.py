@@ -143,6 +143,10 @@ class Engine(ABC):
         """What this engine, as it is installed here, cannot do for a plan that it will serve."""
         return ()
 
+    def input_modalities(self, plan: Plan) -> tuple[str, ...]:
+        """What its requests may hold: ("text",) or ("text", "image"); empty where it is not known."""
+        return ("text",)
+
     @abstractmethod
     def command(self, plan: Plan, place: Place) -> Command:
         """The process that serves `plan` at `place`."""

@@ -10,6 +10,7 @@ from penstock.engines.vllm.engine import Vllm, pass_through
 from penstock.errors import Problem
 from penstock.planner import Plan
 from penstock.spec.deployment import Scalar
+from penstock.text import bare_flag
 
 
 class Fake(Vllm):
@@ -26,6 +27,9 @@ class Fake(Vllm):
 
     def version(self) -> str:
         return "fake"
+
+    def input_modalities(self, plan: Plan) -> tuple[str, ...]:
+        return ("text", "image") if any(bare_flag(key) == "accepts-images" for key in plan.args) else ("text",)
 
     def problems(self, args: dict[str, Scalar | list[Scalar]]) -> list[Problem]:
         return []

@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.errors import PenstockError, UserError
 from penstock.gateway import compiled
-from penstock.paths import write_atomically
+from penstock.paths import read_token, write_atomically
 from penstock.wire.announcement import GatewayAddress
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--hosts", nargs="+", default=["127.0.0.1"], help="addresses of this machine, the best first")
     options = parser.parse_args(arguments)
     compiled.activate()  # before any of the modules that it is for
-    from penstock.gateway.config import load_config, read_token
+    from penstock.gateway.config import load_config
     from penstock.gateway.workers.parent import serve
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s gateway: %(message)s")

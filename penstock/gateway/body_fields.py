@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 
 from penstock.gateway.routing.replicas import ModelState
+from penstock.wire.announcement import Progress
+from penstock.wire.model_list import ReplicaCount
 
 
 class Details(msgspec.Struct):
@@ -63,10 +65,16 @@ class LongRequestBody(RequestBody, frozen=True):
     input: msgspec.Raw = msgspec.Raw()
 
 
-class ModelFacts(msgspec.Struct, frozen=True):
+class ModelRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A row of /v1/models; `wire/model_list.py` says what its fields are."""
+
     id: str
+    object: str
     created: int
+    owned_by: str
     aliases: tuple[str, ...]
     state: ModelState
-    object: str = "model"
-    owned_by: str = "penstock"
+    replicas: ReplicaCount
+    max_model_len: int | None = None
+    progress: Progress | None = None
+    input_modalities: tuple[str, ...] = ()

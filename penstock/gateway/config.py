@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.errors import Problem, SpecError, UserError, nearest
+from penstock.paths import read_token
 from penstock.spec.gateway import (
     GatewaySettings,
     Limits,
@@ -184,20 +185,6 @@ def is_local_address(text: str) -> bool:
     """Whether only this machine can reach the address. Names are not resolved."""
     address = parse_address(text)
     return address is not None and (address[0].startswith(UNIX) or is_loopback(address[0]))
-
-
-def read_token(path: Path, what: str = "admin token") -> str:
-    """The secret in a file. Raises UserError for a file that is empty or that others can read."""
-    try:
-        is_shared = bool(path.stat().st_mode & 0o077)
-        token = path.read_text().strip()
-    except OSError as error:
-        raise UserError(f"cannot read {what} file {str(path)!r}: {error.strerror}") from error
-    if is_shared:
-        raise UserError(f"{what} file {str(path)!r} can be read by others", hint=f"chmod 600 {path}")
-    if not token:
-        raise UserError(f"{what} file {str(path)!r} is empty")
-    return token
 
 
 def upstream_keys(config: GatewayConfig) -> dict[Address, str]:

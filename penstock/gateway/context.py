@@ -16,7 +16,9 @@ from penstock.wire.http1 import HOP_BY_HOP
 
 # The gateway's own replace the client's: the body is whole, and the engine is another host.
 OWN_HEADERS: Final = frozenset((b"host", b"content-length", b"expect", b"x-request-id", b"x-penstock-replica"))
-_DROPPED: Final = HOP_BY_HOP | OWN_HEADERS | {b"x-penstock-priority", b"forwarded", b"x-real-ip"}
+_DROPPED: Final = (
+    HOP_BY_HOP | OWN_HEADERS | {b"x-penstock-priority", b"x-penstock-progress", b"forwarded", b"x-real-ip"}
+)
 _KEYS: Final = frozenset((b"authorization", b"x-api-key"))
 
 

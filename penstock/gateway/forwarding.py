@@ -27,11 +27,9 @@ from penstock.gateway.routing.replicas import NO_HINTS, RETRY_AFTER_S, Replica, 
 from penstock.gateway.slow_requests import slow_request
 from penstock.gateway.streams import Ending, is_event_stream, read_chunks, to_event
 from penstock.gateway.trace_context import TRACESTATE, TraceContext
+from penstock.gateway.waiting_streams import first_after_s, next_after_s, write_head, write_taken, write_waiting
 from penstock.wire.http1 import HOP_BY_HOP, LAST_CHUNK, STATUS_LINE, Headers, ResponseHead, write_chunk
 
-# Comments to the client of a stream that waits: the first, and then every so often. Proxies give up on silence.
-QUIET_S = 3.0
-COMMENT_EVERY_S = 5.0
 # A request that got no byte for so long, from an engine that reported itself idle for as long, is lost.
 STALL_S = 30.0
 # The same with a machine that answered no probe for as long. More than 25 s: a network may fail for a moment.
@@ -157,6 +155,8 @@ class Forwarding:
                 connection = await self._connect()
                 if connection is not None:
                     self._task = None
+                    if self._is_held_open and self._facts.wants_progress and self._replica is not None:
+                        self._send_comment(write_taken(self._replica.name))
                     self._send(connection)
                     return
                 if self._has_ended:
@@ -183,7 +183,8 @@ class Forwarding:
                 message, 429, "queue_full", outcome="queue_full", param="model", retry_after_s=RETRY_AFTER_S
             )
             return False
-        comment_at = began_at + QUIET_S if facts.streams else deadline
+        wants_progress = facts.wants_progress
+        comment_at = began_at + first_after_s(wants_progress) if facts.streams else deadline
         self._held_at = began_at
         try:
             while True:
@@ -193,8 +194,8 @@ class Forwarding:
                     self._refuse_for_now()
                     return False
                 if now >= comment_at:
-                    self._send_comment(now)
-                    comment_at = now + COMMENT_EVERY_S
+                    self._send_comment(write_waiting(context, entry, wants_progress, now))
+                    comment_at = now + next_after_s(wants_progress, context.queue.waiting_for(self._model))
                 if await context.queue.wait(entry, min(deadline, comment_at) - now):
                     if self._take_replica():
                         return True
@@ -477,19 +478,14 @@ class Forwarding:
             ),
         )
 
-    def _send_comment(self, now: float) -> None:
-        """Tells the client of a waiting stream how the replicas are loading; the first comment begins the stream."""
+    def _send_comment(self, comment: bytes) -> None:
+        """Tells the client of a waiting stream how things stand; the first comment begins the stream."""
         out = b""
         if not self._is_held_open:
             self._is_held_open = True
             self._ending = Ending()
-            date = b"date: %s\r\n" % http_date(int(time.time()))
-            out = STATUS_LINE[200] + date + b"content-type: text/event-stream\r\ncache-control: no-cache\r\n"
-            if not self._request_head.is_http_10:
-                self._is_chunked = True
-                out += b"transfer-encoding: chunked\r\n"
-            out += self._write_own_headers(None)
-        comment = f": penstock {self._context.replicas.coming_words(self._model, now)}\n\n".encode()
+            self._is_chunked = not self._request_head.is_http_10
+            out = write_head(time.time(), self._is_chunked) + self._write_own_headers(None)
         self._client.write(out + (write_chunk(comment) if self._is_chunked else comment))
 
     def _collect(self, data: bytes, is_end: bool) -> None:

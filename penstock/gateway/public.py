@@ -11,7 +11,7 @@ from penstock import __version__
 from penstock.gateway.accounting.entry import Accounting
 from penstock.gateway.accounting.exchange import Exchange
 from penstock.gateway.accounting.keys import KeyHolder
-from penstock.gateway.body_fields import ModelFacts
+from penstock.gateway.body_fields import ModelRow
 from penstock.gateway.config import UNIX, GatewayConfig, ServedModel, parse_address
 from penstock.gateway.connections.client import BodyOwner, ClientConnection
 from penstock.gateway.context import GatewayContext
@@ -23,6 +23,7 @@ from penstock.gateway.request import BODY_ERRORS, Request, RequestFacts, Unreada
 from penstock.gateway.responses import Answer, error_answer, json_answer
 from penstock.gateway.routing.replicas import NO_HINTS, RoutingHints
 from penstock.wire.http1 import Headers, RequestHead
+from penstock.wire.model_list import ReplicaCount
 
 _KEYLESS_PATHS: Final = frozenset((b"/", b"/health", b"/ping", b"/version"))
 _OWN_PATHS: Final = _KEYLESS_PATHS | MONITORING_PATHS | {b"/load", b"/v1/models"}
@@ -141,7 +142,7 @@ class Public:
         if path == b"/load":
             return json_answer({"server_load": self._replicas.in_flight_total + self._context.queue.waiting})
         if path == b"/v1/models":
-            data = [self._facts(model) for model in self._replicas.models if self._may_use(holder, model)]
+            data = [self._row(model) for model in self._replicas.models if self._may_use(holder, model)]
             return json_answer({"object": "list", "data": data})
         return self._answer_model(holder, unquote(path.removeprefix(_MODEL_PATH).decode("latin-1")))
 
@@ -227,16 +228,25 @@ class Public:
             if model.name == known:
                 if not self._may_use(holder, model):
                     return _forbidden_model(name)
-                return json_answer(self._facts(model))
+                return json_answer(self._row(model))
         return _unknown_model(name)
 
     def _count_ready(self) -> dict[str, int]:
         now = time.monotonic()
         return {model.name: len(self._replicas.ready(model.name, now)) for model in self._replicas.models}
 
-    def _facts(self, model: ServedModel) -> ModelFacts:
-        state = self._replicas.model_state(model.name, time.monotonic())
-        return ModelFacts(model.name, self._created, model.aliases, state)
+    def _row(self, model: ServedModel) -> ModelRow:
+        now, name, table = time.monotonic(), model.name, self._replicas
+        state, n_ready = table.model_state(name, now), len(table.ready(name, now))
+        announced = [row.announcement for row in table.announced(name, now)]
+        lengths = [each.max_model_len for each in announced if each.max_model_len is not None]
+        nearest = table.nearest(name, now) if state == "loading" else None
+        return ModelRow(
+            *(name, "model", self._created, "penstock", model.aliases, state, ReplicaCount(n_ready, len(announced))),
+            max_model_len=min(lengths) if lengths else None,
+            progress=nearest.announcement.progress if nearest is not None else None,
+            input_modalities=announced[0].input_modalities if announced else (),
+        )
 
 
 def _read_query_model(target: bytes) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 
+from penstock import engines
 from penstock.engines import Diagnosis, Seen
 from penstock.node.announcer import Announcer
 from penstock.node.ready_file import ReadyFile
@@ -56,6 +57,7 @@ class ReplicaReport:
         self.load: EngineLoad | None = None
         self.adapters: tuple[str, ...] = ()
         self.nodes: tuple[NodeView, ...] = ()
+        self._input_modalities = engines.load(self._plan.engine).input_modalities(self._plan)
         self.was_ready = False
         self.ready_after_s: float | None = None
         self._restarts: list[Restart] = []
@@ -128,5 +130,7 @@ class ReplicaReport:
                 adapters=self.adapters,
                 nodes=self.nodes,
                 start_s=self.start_s,
+                max_model_len=self._plan.max_model_len,
+                input_modalities=self._input_modalities,
             )
         )

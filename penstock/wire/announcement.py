@@ -42,13 +42,14 @@ class Process(msgspec.Struct, frozen=True, omit_defaults=True):
 class GatewayAddress(msgspec.Struct, frozen=True):
     """gateway/address.json: where the newest gateway serves, "host:port" each; `admin` the best first.
 
-    `public_url`: where clients outside its network reach it.
+    `public_url`: where clients outside its network reach it, `public_page_url`: the chat page.
     """
 
     unit: str
     listen: str
     admin: tuple[str, ...]
     public_url: str | None = None
+    public_page_url: str | None = None
 
 
 class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -158,7 +159,8 @@ class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
     state is not what was asked for, `hint` what to do about it; `log_tail` is given with "failed". `load` is None when
     the engine does not report it. A replica of `weight` 2 gets twice the requests of weight 1. `adapters` are further
     names that it serves (LoRA). `nodes` is empty for a replica on one machine. `machines`: readings by rank.
-    `start_s`: the seconds that each stage of the last start took.
+    `start_s`: the seconds that each stage of the last start took. `max_model_len`: tokens of a prompt and its answer
+    together. `input_modalities`: ("text", "image"); empty where it is not known.
     """
 
     replica: str
@@ -185,6 +187,8 @@ class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
     nodes: tuple[NodeView, ...] = ()
     machines: tuple[MachineReading, ...] = ()
     start_s: dict[str, float] = {}
+    max_model_len: int | None = None
+    input_modalities: tuple[str, ...] = ()
 
 
 class AnnounceAnswer(msgspec.Struct, frozen=True, omit_defaults=True):

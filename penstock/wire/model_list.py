@@ -19,7 +19,8 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """One model of a server; None where it does not say.
 
     `state`: "ready", "loading" or "unavailable". `max_model_len`: tokens of a prompt and its answer together.
-    `progress`: of the replica that is nearest to ready, while none is. `input_modalities`: ("text", "image").
+    `progress`: of the replica that is nearest to ready, while none is. `input_modalities`: ("text", "image"); empty
+    where it does not say.
     """
 
     name: str = msgspec.field(name="id")
@@ -28,7 +29,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     max_model_len: int | None = None
     replicas: ReplicaCount | None = None
     progress: Progress | None = None
-    input_modalities: tuple[str, ...] | None = None
+    input_modalities: tuple[str, ...] = ()
 
 
 def read_models(answer: object, source: str) -> tuple[ModelCard, ...]:

@@ -10,8 +10,9 @@ from penstock.spec.gateway import Price
 class PageConfig(msgspec.Struct, frozen=True):
     """`gateway`: the base URL that is asked, any with OpenAI's API; `ca_file`: certificates that it may show.
 
-    `key_file`: a file with the key that all use, mode 600; None with `has_login`, where each gives their own, and where
-    none is needed. `folder`: for sessions and uploads, mode 700. `prices`: by model, for the cost of an answer.
+    `key_file`: a file with the key that all use, mode 600, which with `has_login` is asked for; None where each gives
+    their own, and where none is needed. `folder`: for sessions and uploads, mode 700. `prices`: by model, for the cost
+    of an answer.
     """
 
     gateway: str

@@ -63,6 +63,7 @@ class Controller:
             replicas={row.replica: _seen_by_controller(row) for row in last.replicas} if last else {},
             failed={row.replica: row for row in last.replicas if row.state == "failed"} if last else {},
             was_ready=last is not None and last.phase in ("ready", "degraded"),
+            ui=last.ui if last else None,
         )
         self._plan = run.plan()
         self._memory = Memory(self._plan.drain_s, deployment.gateway.drain_s, own=own)
@@ -174,7 +175,8 @@ class Controller:
     def _note_repairs(self, seen: Observation) -> None:
         """What the target brought back by itself counts as a restart too."""
         for unit, placement in seen.placements.items():
-            restart, part = placement.restart, self.history.gateway
+            restart = placement.restart
+            part = self.history.gateway if unit.kind == "gateway" else self.history.ui or Part("gone")
             if restart is None or unit.kind == "controller":  # that one notes its own
                 continue
             known = self.history.replicas.get(unit.name, ()) if unit.kind == "replica" else part.restarts
@@ -183,8 +185,8 @@ class Controller:
             if unit.kind == "replica":
                 self._remember_restart(unit.name, restart, seen)
             else:
-                self.run.add_event("gateway restarted", restart.reason)
-                self.history = msgspec.structs.replace(self.history, gateway=part.restarted(restart.reason))
+                self.run.add_event(f"{unit.kind} restarted", restart.reason)
+                self.history = msgspec.structs.replace(self.history, **{unit.kind: part.restarted(restart.reason)})
 
     def _fail(self, name: str, reason: str, announcement: Announcement | None) -> None:
         if name in self.history.failed:

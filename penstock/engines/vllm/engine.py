@@ -25,6 +25,7 @@ from penstock.engines import (
 from penstock.engines.vllm import names
 from penstock.errors import NotModelled, Problem
 from penstock.planner import Plan
+from penstock.planner.architecture import dense
 from penstock.planner.engine_versions import parse_version
 from penstock.spec.deployment import Scalar
 from penstock.text import bare_flag
@@ -88,11 +89,16 @@ class Vllm(Engine):
             return ("gateway.traces: vLLM's own spans are left out, its Python has no package opentelemetry",)
         return ()
 
+    def input_modalities(self, plan: Plan) -> tuple[str, ...]:
+        if _is_given(plan, "text_only"):
+            return ("text",)
+        return dense.input_modalities(plan.model.architecture)
+
     def command(self, plan: Plan, place: Place) -> Command:
         argv = [place.python, "-m", PROGRAM, "serve", plan.model.path]
         argv += [names.FLAGS["served_names"], *plan.served_names]
         argv += [names.FLAGS["host"], place.host, names.FLAGS["port"], str(place.port)]
-        argv += [names.FLAGS["unlogged_routes"], names.UNLOGGED_ROUTES]
+        argv += [names.FLAGS["unlogged_routes"], names.UNLOGGED_ROUTES, names.FLAGS["cached_tokens"]]
         argv += engine_flags(plan)
         argv += _node_flags(plan, place)
         argv += _bucket_flags(plan)

@@ -33,6 +33,9 @@ FLAGS = {
     "max_num_seqs": "--max-num-seqs",
     "eager": "--enforce-eager",
     "unlogged_routes": "--disable-access-log-for-endpoints",
+    # The usage of an answer says how much of its prompt was cached, which the engine counts anyway.
+    "cached_tokens": "--enable-prompt-tokens-details",
+    "text_only": "--language-model-only",
     "buckets": "--custom-histogram-buckets",
     "traces": "--otlp-traces-endpoint",
 }

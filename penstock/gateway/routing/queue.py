@@ -56,6 +56,23 @@ class FairQueue:
         row = self._flows.get(flow)
         return len(row.entries) if row else 0
 
+    def n_ahead(self, entry: QueueEntry) -> int:
+        """How many go before this one if nobody else comes; 0 when it is not in the queue.
+
+        Costs a step for each flow and each entry of its own.
+        """
+        own = self._flows.get(entry.flow)
+        if own is None or entry not in own.entries:
+            return 0
+        n_own = sum(other.order < entry.order for other in own.entries)
+        due, is_before, n_others = own.clock + n_own, True, 0
+        for flow in self._flows.values():
+            if flow is own:
+                is_before = False  # of flows with the same clock the first goes first
+            else:
+                n_others += min(max(0, int(due - flow.clock) + is_before), len(flow.entries))
+        return n_own + n_others
+
     def remove(self, entry: QueueEntry) -> bool:
         """Whether the entry was in the queue."""
         flow = self._flows.get(entry.flow)
@@ -104,6 +121,9 @@ class WaitingQueue:
     def waiting_for(self, model: str) -> int:
         queue = self._queues.get(model)
         return queue.n_waiting if queue else 0
+
+    def n_ahead(self, entry: QueueEntry) -> int:
+        return self._queues[entry.model].n_ahead(entry)
 
     def enter(self, model: str, flow: bytes, priority: int, n_bytes: int) -> QueueEntry | None:
         """A place in the queue, to be given back with `leave`; None when the queue or the flow's part of it is full."""

@@ -15,7 +15,8 @@ from penstock.gateway.config import Address, ServedModel, parse_url
 from penstock.gateway.routing.health import Health
 from penstock.gateway.routing.policies import choose
 from penstock.spec.gateway import PolicyName
-from penstock.wire.announcement import Announcement, EngineLoad, GatewayView, ReplicaView
+from penstock.wire.announcement import Announcement, EngineLoad, GatewayView, Progress, ReplicaView
+from penstock.wire.waiting import Waiting
 
 ModelState = Literal["ready", "loading", "unavailable"]
 
@@ -297,16 +298,37 @@ class ReplicaTable:
 
     def coming_words(self, model: str, now: float) -> str:
         """Progress of the replica that is nearest to ready, for people: "loading 45% 12s", or "waiting"."""
-        coming = self._coming(model, now)
-        words = ["loading" if coming else "waiting"]
-        progresses = [row.announcement.progress for row in coming if row.announcement.progress is not None]
-        if progresses:
-            progress = max(progresses, key=lambda progress: progress.fraction or 0.0)
+        nearest = self.nearest(model, now)
+        words = ["loading" if nearest is not None else "waiting"]
+        progress = nearest.announcement.progress if nearest is not None else None
+        if progress is not None:
             if progress.fraction is not None:
                 words.append(f"{min(max(progress.fraction, 0.0), 1.0):.0%}")
             if progress.eta_s is not None:
                 words.append(f"{max(progress.eta_s, 0.0):.0f}s")
         return " ".join(words)
+
+    def waiting(self, model: str, now: float, n_ahead: int) -> Waiting:
+        """Why a request that waits for `model` does, behind `n_ahead` others."""
+        nearest = self.nearest(model, now)
+        if nearest is None or self.ready(model, now):
+            return Waiting("queue" if self.ready(model, now) else "waiting", n_ahead)
+        progress = nearest.announcement.progress or Progress("")
+        fraction, eta_s = progress.fraction, progress.eta_s
+        return Waiting(
+            *(nearest.announcement.state, n_ahead, progress.shards_done, progress.shards_total),
+            fraction=None if fraction is None else round(min(max(fraction, 0.0), 1.0), 3),
+            eta_s=None if eta_s is None else round(max(eta_s - (now - nearest.announced_at), 0.0), 1),
+        )
+
+    def announced(self, model: str, now: float) -> list[Replica]:
+        """The replicas of `model` whose lease runs, in whatever state."""
+        return [row for row in self._by_model[model] if row.is_alive(now)]
+
+    def nearest(self, model: str, now: float) -> Replica | None:
+        """The replica on its way that is nearest to ready."""
+        coming = self._coming(model, now)
+        return max(coming, key=_fraction) if coming else None
 
     def model_state(self, model: str, now: float) -> ModelState:
         if self.ready(model, now):
@@ -357,6 +379,12 @@ class ReplicaTable:
             for row in self._replicas.values()
         )
         return GatewayView(rows, self.in_flight_total, waiting, requests_total)
+
+
+def _fraction(replica: Replica) -> float:
+    """How far its start has come; below 0 where it does not say."""
+    progress = replica.announcement.progress
+    return -1.0 if progress is None else progress.fraction or 0.0
 
 
 def _check(announcement: Announcement) -> Address | None:

@@ -122,6 +122,13 @@ READERS: Mapping[str, Reader] = {
 }
 
 
+def input_modalities(architecture: str) -> tuple[str, ...]:
+    """What a model takes: ("text",) or ("text", "image"); empty for one that is not modelled."""
+    if architecture in vision.TOWERS:
+        return ("text", "image")
+    return ("text",) if architecture in _rows() or architecture in READERS else ()
+
+
 def read(config: Mapping[str, Any]) -> Architecture:
     """The architecture of a config.json, quantisation and vision tower included.
     NotModelled for an unknown architecture or field meaning; UserError for numbers that are missing or impossible."""

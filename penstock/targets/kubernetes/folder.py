@@ -178,7 +178,10 @@ def note_gateway(api: Api, run: Run, unit: str) -> None:
             return
     listen = f"{objects.gateway(run.name)}.{api.namespace}:{run.deployment().gateway.port}"
     admin = f"{objects.gateway_pods(run.name)}:{objects.ADMIN_PORT}"
-    address = GatewayAddress(unit, listen, (admin,), _public_url(api, run))
+    url, page = _public_url(api, run), run.deployment().chat_page
+    has_page = url is not None and page is not None and objects.block_of(run.deployment()).has_paths
+    page_url = f"{url}{page.root_path}/" if has_page and page is not None else None
+    address = GatewayAddress(unit, listen, (admin,), url, page_url)
     run.gateway_folder.mkdir(exist_ok=True)
     write_atomically(run.gateway_address_file, msgspec.json.encode(address))
 

@@ -1,0 +1,221 @@
+"""Who may open the chat page: the login with a key, and what stands before every other request."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import html
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+
+from penstock.chat.page.config import PageConfig
+from penstock.chat.page.proxied import as_sent, clean_prefix, is_same_site
+from penstock.chat.page.sessions import KEPT_S, Attempts, Sessions, Visitor, visitor
+from penstock.errors import PenstockError
+from penstock.paths import read_token
+from penstock.spec.gateway import is_loopback
+from penstock.wire.answers import HttpError
+
+_MOST_BYTES = 4096
+_PUBLIC = ("/health", "/login")
+_REFUSED = (401, 403)
+# Gradio's page has inline scripts and styles, and makes functions of the `js` of its events.
+_POLICY = "; ".join((
+    "default-src 'self'", "script-src 'self' 'unsafe-inline' 'unsafe-eval'", "style-src 'self' 'unsafe-inline'",
+    "img-src 'self' data: blob:", "media-src 'self' data: blob:", "font-src 'self' data:", "connect-src 'self'",
+    "worker-src 'self' blob:", "object-src 'none'", "base-uri 'self'", "form-action 'self'", "frame-ancestors 'self'",
+))  # fmt: skip
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "permissions-policy": "camera=(), microphone=(), geolocation=()",
+}
+# Where a proxy does not tell its address, the page knows better where it is than gradio, which asks at `root`.
+_BEFORE = b"<script>window.gradio_api_info"
+_ROOT = b"<script>gradio_config.root = location.origin + location.pathname.replace(/\\/[^/]*$/, '')</script>"
+
+Ask = Callable[[str | None], Any]  # the models of the gateway with that key; blocks, raises PenstockError
+_Send = Callable[[Any], Awaitable[None]]
+
+
+class Login:
+    """`say` writes a line to the log; `ask` tries a key.
+
+    With `config.key_file` that key is everyone's: with a login it alone opens the page, without one all requests use
+    it. Else each brings a key that the gateway takes.
+    """
+
+    def __init__(self, config: PageConfig, say: Callable[[str], None], ask: Ask) -> None:
+        self._config, self._ask = config, ask
+        self._shared_key = read_token(Path(config.key_file), "key") if config.key_file else None
+        self._sessions = Sessions(Path(config.folder) / "sessions.json", time.time(), say)
+        self._attempts = Attempts()
+        self._cookie = f"penstock-ui-{config.port}"
+        self._page = Path(__file__).with_name("login.html").read_text("utf-8")
+
+    # ---- the routes --------------------------------------------------------------------------------------------------
+
+    async def page(self, request: Request) -> Response:
+        return self._form(self._sessions.why(request.cookies.get(self._cookie)) or "")
+
+    async def log_in(self, request: Request) -> Response:
+        address, now = _address(request), time.monotonic()
+        wait_s = self._attempts.wait_s(address, now)
+        if wait_s > 0:
+            text = f"Too many wrong keys. Try again in {wait_s:.0f} s."
+            return self._form(text, 429, {"retry-after": str(int(wait_s) + 1)})
+        key = await _key_in(request)
+        reason, status = await asyncio.to_thread(self._refusal, key)
+        if reason:
+            if status in _REFUSED:
+                self._attempts.failed(address, now)
+            return self._form(reason, status)
+        answer = RedirectResponse("./", status_code=303)
+        is_secure, path = request.url.scheme == "https", request.scope["root_path"] or "/"
+        token = self._sessions.open(key, time.time())
+        answer.set_cookie(
+            self._cookie, token, max_age=int(KEPT_S), path=path, secure=is_secure, httponly=True, samesite="lax"
+        )
+        return answer
+
+    async def log_out(self, request: Request) -> Response:
+        session = visitor(request).session
+        if session is not None:
+            self._sessions.close(session, "You logged out.")
+        return RedirectResponse("login", status_code=303)
+
+    def _refusal(self, key: str) -> tuple[str, int]:
+        """Why that key opens nothing, with the status of that answer; "" when it opens the page."""
+        if self._shared_key is not None:
+            is_right = hmac.compare_digest(key.encode(), self._shared_key.encode())
+            return ("", 200) if is_right else ("This is not the key of this page.", 401)
+        try:
+            self._ask(key)
+        except HttpError as error:
+            if error.status in _REFUSED:
+                return f"The gateway refuses this key: {_words(error)}", error.status
+            return f"The gateway does not answer as it should: {error.message}", 502
+        except PenstockError as error:
+            return f"The gateway could not be asked, try again: {error.message}", 503
+        return "", 200
+
+    def _form(self, reason: str, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+        text = self._page.replace("{title}", html.escape(self._config.title)).replace("{reason}", html.escape(reason))
+        return HTMLResponse(text, status, headers)
+
+    # ---- before every request ----------------------------------------------------------------------------------------
+
+    def around(self, app: Any) -> Any:
+        """That ASGI application for those who may use it."""
+
+        async def call(scope: Any, receive: Any, send: _Send) -> None:
+            if scope["type"] != "http":
+                await app(scope, receive, send)
+                return
+            scope = as_sent(scope, self._config.root_path)
+            send = _with_headers(send)
+            refusal = self._admit(scope)
+            if refusal is not None:
+                await refusal(scope, receive, send)
+            elif scope["path"] == f"{scope['root_path']}/" and scope["method"] == "GET":
+                headers = MutableHeaders(raw=list(scope["headers"]))
+                del headers["accept-encoding"]
+                await app({**scope, "headers": headers.raw}, receive, _with_root(send))
+            else:
+                await app(scope, receive, send)
+
+        return call
+
+    def _admit(self, scope: dict[str, Any]) -> Response | None:
+        """None: the request goes on, with its visitor in the scope; else the answer."""
+        headers, prefix = Headers(scope=scope), scope["root_path"]
+        path = scope["path"].removeprefix(prefix)
+        if not path:
+            return RedirectResponse(f"{prefix}/", status_code=307)
+        if scope["method"] not in ("GET", "HEAD") and not is_same_site(headers):
+            return PlainTextResponse("a page of another site may not send this\n", status_code=403)
+        if not self._config.has_login:
+            if not self._is_own_host(headers.get("host", "")):
+                text = "without a login Host must be loopback: set ui.login: keys, or ui.root_path behind a proxy\n"
+                return PlainTextResponse(text, status_code=403)
+            scope.setdefault("state", {})["visitor"] = Visitor(None, self._shared_key, lambda _: None)
+            return None
+        token = Request(scope).cookies.get(self._cookie)
+        session = self._sessions.find(token, time.time())
+        if session is not None:
+            name, key = session
+            refuse = lambda reason: self._sessions.close(name, f"You were logged out: {reason}")  # noqa: E731
+            scope.setdefault("state", {})["visitor"] = Visitor(name, key, refuse)
+        if session is not None or path in _PUBLIC:
+            return None
+        if path == "/":
+            return RedirectResponse("login", status_code=303)
+        reason = self._sessions.why(token) or "You are not logged in."
+        return JSONResponse({"state": "logged out", "reason": reason}, status_code=401)
+
+    def _is_own_host(self, host: str) -> bool:
+        """A name that its owner lets point here (DNS rebinding) makes a foreign page one of ours."""
+        name = urlsplit(f"//{host}").hostname or ""
+        is_known = is_loopback(name) or name.endswith(".localhost") or name == self._config.host
+        return is_known or bool(clean_prefix(self._config.root_path))
+
+
+def _words(error: HttpError) -> str:
+    """The server's own, without the address."""
+    return error.message.partition(f" answered {error.status}: ")[2] or error.message
+
+
+async def _key_in(request: Request) -> str:
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _MOST_BYTES:
+            return ""
+    return parse_qs(body.decode("latin-1")).get("key", [""])[0].strip()
+
+
+def _address(request: Request) -> str:
+    """Of the browser, as the nearest proxy tells it."""
+    forwarded = request.headers.get("x-forwarded-for", "").split(",")[-1].strip()
+    return forwarded or (request.client.host if request.client else "")
+
+
+def _with_headers(send: _Send) -> _Send:
+    async def with_headers(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(raw=message.setdefault("headers", []))
+            for name, value in _HEADERS.items():
+                headers[name] = value
+            if not headers.get("content-type", "").startswith(("text/css", "text/javascript", "font/", "image/")):
+                headers["cache-control"] = "no-store"
+        await send(message)
+
+    return with_headers
+
+
+def _with_root(send: _Send) -> _Send:
+    """For the page itself, a small whole answer."""
+    start: list[Any] = []
+    body: list[bytes] = []
+
+    async def with_root(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            start.append(message)
+            return
+        body.append(message.get("body", b""))
+        if message.get("more_body"):
+            return
+        text = b"".join(body).replace(_BEFORE, _ROOT + _BEFORE, 1)
+        MutableHeaders(raw=start[0]["headers"])["content-length"] = str(len(text))
+        await send(start[0])
+        await send({"type": "http.response.body", "body": text})
+
+    return with_root

@@ -1,0 +1,198 @@
+// The browser's half of the chat page. The server keeps no conversation: this script does, and gives the one of this tab
+// to each event. Titles, names and texts come from models and from files: they are only ever text, never markup.
+//
+//   penstock.current()   JSON text of this tab's conversation; a new one has no turns. The `js=` of events gives it.
+//   penstock.took(news)  what an event made of a conversation (JSON text or object): kept, and shown in the list.
+//                        {"id", "updated_at", "leaf", "turn"} replaces one turn only: what streaming sends.
+//   penstock.fresh()     a new conversation, with the settings used last.    penstock.open(id)   another one.
+//   penstock.settings()  JSON text of the settings used last, "" before the first.
+//   penstock.ready       a promise: the conversation that this tab had before a reload is there.
+// Another conversation is drawn by a click on the hidden button #penstock-show.
+
+const store = new Store();
+const tabs = "BroadcastChannel" in window ? new BroadcastChannel("penstock") : { postMessage() {} };
+const page = { conversation: null, heard: new Set(), titles: [], isFull: false };
+const byId = (id) => document.getElementById(id);
+
+function el(tag, attributes, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes ?? {})) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== false) node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children);
+  return node;
+}
+
+// What a private window or a full disk refuses is lost at the next reload, not now.
+function keep(storage, key, value) {
+  try {
+    if (value) storage.setItem(key, value);
+    else storage.removeItem(key);
+  } catch (error) {
+    console.debug(error);
+  }
+}
+
+function kept(storage, key) {
+  try {
+    return storage.getItem(key) ?? "";
+  } catch {
+    return "";
+  }
+}
+
+function newConversation() {
+  const now = Date.now() / 1000;
+  const id = [...crypto.getRandomValues(new Uint8Array(12))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+  const settings = JSON.parse(kept(localStorage, "penstock.settings") || "{}");
+  return { id, title: "", created_at: now, updated_at: now, turns: {}, leaf: null, settings, version: 1 };
+}
+
+function isEmpty(conversation) {
+  return Object.keys(conversation.turns).length === 0;
+}
+
+// The conversation of this tab from here on; `draft` false where the message box keeps what it has.
+function become(conversation, draft = true) {
+  page.conversation = conversation;
+  page.heard.add(conversation.id);
+  keep(sessionStorage, "penstock.current", isEmpty(conversation) ? "" : conversation.id);
+  document.title = isEmpty(conversation) ? page.name : `${titleOf(conversation)} · ${page.name}`;
+  if (draft) drafts.restore();
+}
+
+function show() {
+  byId("penstock-show")?.click();
+  refreshHistory();
+}
+
+async function save(conversation) {
+  try {
+    const stored = await store.save(conversation);
+    if (stored !== conversation && page.conversation.id === stored.id) page.conversation = stored;
+    page.isFull = false;
+    tabs.postMessage({ saved: conversation.id });
+    return true;
+  } catch (error) {
+    if (!page.isFull)
+      notify(error.name === "QuotaExceededError"
+        ? "This browser has no room for more. Export and delete old chats; until then this one is lost when the tab closes."
+        : `This browser could not keep the chat: ${error.message}. Export it before the tab closes.`);
+    page.isFull = true;
+    return false;
+  } finally {
+    refreshHistory();
+  }
+}
+
+function took(given) {
+  let news = typeof given === "string" ? (given ? JSON.parse(given) : null) : given;
+  if (!news?.id) return;
+  if (news.turn) {
+    if (news.id !== page.conversation.id) return; // another is open: the whole one comes at the end
+    const { turn, ...rest } = news;
+    news = { ...page.conversation, ...rest, turns: { ...page.conversation.turns, [turn.id]: turn } };
+  }
+  const isOurs = news.id === page.conversation.id;
+  if (isOurs || (isEmpty(page.conversation) && !page.heard.has(news.id))) {
+    if (isEmpty(page.conversation)) drafts.forget();
+    become(news, false);
+    drafts.sync();
+    keep(localStorage, "penstock.settings", JSON.stringify(news.settings ?? {}));
+  }
+  save(news);
+}
+
+function fresh() {
+  drafts.sync();
+  become(newConversation());
+  show();
+  drafts.box()?.focus();
+}
+
+async function open(id) {
+  drafts.sync();
+  const conversation = await store.read(id);
+  if (!conversation) return refreshHistory();
+  become(conversation);
+  show();
+}
+
+// What is typed is kept at each key, for each conversation: in this tab, and in the browser for the tab opened next.
+const drafts = {
+  box: () => document.querySelector("#penstock-message textarea"),
+  key: () => `penstock.draft.${isEmpty(page.conversation) ? "new" : page.conversation.id}`,
+  sync() {
+    const box = this.box();
+    if (box) [sessionStorage, localStorage].forEach((storage) => keep(storage, this.key(), box.value));
+  },
+  forget() {
+    [sessionStorage, localStorage].forEach((storage) => keep(storage, this.key(), ""));
+  },
+  restore() {
+    const box = this.box();
+    const text = kept(sessionStorage, this.key()) || kept(localStorage, this.key());
+    if (!box || box.value === text) return;
+    box.value = text;
+    box.dispatchEvent(new Event("input", { bubbles: true }));
+  },
+};
+
+function notify(text, action) {
+  const notice = el("div", { class: "penstock-notice" }, text);
+  if (action) notice.append(el("button", { type: "button", onclick: () => (action.run(), notice.remove()) }, action.name));
+  let region = byId("penstock-notices");
+  if (!region) document.body.append((region = el("div", { id: "penstock-notices", role: "status" })));
+  region.replaceChildren(notice);
+  setTimeout(() => notice.remove(), action ? 10_000 : 8_000);
+}
+
+// Runs `start` when an element is there, and again when Gradio draws it anew.
+function whenThere(selector, start) {
+  const look = () => {
+    const node = document.querySelector(selector);
+    if (node && !node.dataset.penstock) {
+      node.dataset.penstock = "1";
+      start(node);
+    }
+  };
+  look();
+  watched.push(look);
+}
+
+const watched = [];
+const lookAgain = () => watched.forEach((look) => look());
+const observer = new MutationObserver(() => {
+  observer.timer ??= setTimeout(() => ((observer.timer = null), lookAgain()), 50);
+});
+
+tabs.onmessage = async ({ data }) => {
+  refreshHistory();
+  if (data.saved !== page.conversation.id || isBusy()) return;
+  const stored = await store.read(data.saved);
+  if (stored) become(stored, false), show();
+};
+
+// An answer is arriving here: its stop button is shown.
+function isBusy() {
+  return Boolean(byId("penstock-stop")?.offsetParent);
+}
+
+page.name = window.gradio_config?.title || document.title || "penstock";
+page.conversation = newConversation();
+page.heard.add(page.conversation.id);
+const ready = store.read(kept(sessionStorage, "penstock.current")).catch(() => null).then((conversation) => {
+  if (conversation) become(conversation);
+});
+window.penstock = {
+  current: () => JSON.stringify(page.conversation),
+  settings: () => kept(localStorage, "penstock.settings"),
+  took, fresh, open, ready,
+};
+
+document.addEventListener("input", (event) => event.target.closest?.("#penstock-message") && drafts.sync());
+addEventListener("DOMContentLoaded", lookAgain);
+observer.observe(document.documentElement, { childList: true, subtree: true });
+whenThere("#penstock-message textarea", () => ready.then(() => drafts.restore()));
+whenThere("#penstock-show", (button) => ready.then(() => isEmpty(page.conversation) || button.click()));

@@ -1,0 +1,136 @@
+"""The process of the chat page: our own routes, and gradio below them, behind one login.
+
+health   200 once it serves                     login    the page that asks for a key, and what takes it
+status   the gateway's models, as JSON          logout   ends the session
+import   a file's conversations, as JSON        markdown a conversation, as Markdown
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from penstock.chat.page import export, theme
+from penstock.chat.page.config import PageConfig
+from penstock.chat.page.login import Ask, Login
+from penstock.chat.page.sessions import visitor
+from penstock.errors import PenstockError, UserError
+from penstock.wire.answers import HttpError
+from penstock.wire.client import Client
+
+_ANSWER_S = 5.0
+_FRESH_S = 1.0
+_END_S = 3
+_STREAMS_AT_ONCE = 1000  # gradio's own is 40
+_UPLOAD = "10mb"
+Say = Callable[[str], None]
+
+
+def serve(config: PageConfig, say: Say) -> None:
+    """Blocks until SIGTERM or SIGINT. `say` writes a line to the log.  Raises UserError where the port is taken."""
+    listening = _listen(config)
+    with listening:
+        app = make_app(config, say)
+        settings = uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=_END_S, lifespan="on",
+            server_header=False, proxy_headers=False,
+        )  # fmt: skip
+        say(f"serves {config.gateway} on {config.host}:{config.port}")
+        uvicorn.Server(settings).run(sockets=[listening])
+
+
+def _listen(config: PageConfig) -> socket.socket:
+    listening = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((config.host, config.port))
+        listening.listen(1024)
+    except OSError as exc:
+        listening.close()
+        hint = "Set another ui.port, or end what listens there."
+        message = f"cannot serve the chat page on {config.host}:{config.port}: {exc.strerror}"
+        raise UserError(message, hint=hint) from exc
+    return listening
+
+
+def make_app(config: PageConfig, say: Say) -> Any:
+    """The whole page as an ASGI application. Reads and writes below `config.folder`."""
+    import gradio
+
+    from penstock.chat.page import layout
+
+    ask = partial(_models, config.gateway)
+    login, status = Login(config, say, ask), Status(ask, config.has_login)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app.add_api_route("/health", _health, include_in_schema=False)
+    app.add_api_route("/status", status.answer, include_in_schema=False)
+    app.add_api_route("/login", login.page, include_in_schema=False)
+    app.add_api_route("/login", login.log_in, methods=["POST"], include_in_schema=False)
+    app.add_api_route("/logout", login.log_out, methods=["POST"], include_in_schema=False)
+    app.add_api_route("/markdown", export.markdown, methods=["POST"], include_in_schema=False)
+    app.add_api_route("/import", export.conversations, methods=["POST"], include_in_schema=False)
+    blocks = layout.build(config)
+    blocks.queue(default_concurrency_limit=None, api_open=False)
+    blocks.max_threads = blocks._queue.max_thread_count = _STREAMS_AT_ONCE
+    app = gradio.mount_gradio_app(
+        app, blocks, path="/", auth_dependency=_session_of, footer_links=[], run_history=False, show_error=False,
+        max_file_size=_UPLOAD, ssr_mode=False, enable_monitoring=False, pwa=False, mcp_server=False,
+        theme=theme.theme(), css=theme.css(), head=theme.head(),
+    )  # fmt: skip
+    return login.around(app)
+
+
+def _health() -> Response:
+    return PlainTextResponse("ok\n")
+
+
+def _session_of(request: Request) -> str:
+    return visitor(request).session or "everyone"
+
+
+def _models(gateway: str, key: str | None) -> Any:
+    """Blocks.  Raises HttpError, or another PenstockError."""
+    return Client(gateway, key, timeout_s=_ANSWER_S).get_json("/v1/models")
+
+
+class Status:
+    """`GET status`: {"state": "ok" | "offline", "models": rows of /v1/models, "reason"?: why it is offline}.
+
+    The same answer for a second; 401 where the gateway refuses the key, which ends the session.
+    """
+
+    def __init__(self, ask: Ask, has_login: bool) -> None:
+        self._ask, self._has_login = ask, has_login
+        self._answers: dict[str | None, tuple[float, asyncio.Task[dict[str, Any]]]] = {}
+
+    async def answer(self, request: Request) -> Response:
+        who, now = visitor(request), time.monotonic()
+        self._answers = {key: each for key, each in self._answers.items() if now - each[0] < _FRESH_S}
+        if who.key not in self._answers:
+            self._answers[who.key] = now, asyncio.create_task(asyncio.to_thread(self._facts, who.key))
+        try:
+            facts = await asyncio.shield(self._answers[who.key][1])
+        except HttpError:
+            reason = "the gateway refuses your key now"
+            who.refuse(reason)
+            return JSONResponse({"state": "logged out", "reason": reason}, status_code=401)
+        return JSONResponse(facts)
+
+    def _facts(self, key: str | None) -> dict[str, Any]:
+        try:
+            answer = self._ask(key)
+        except PenstockError as error:
+            if self._has_login and isinstance(error, HttpError) and error.status == 401:
+                raise
+            return {"state": "offline", "models": [], "reason": error.message}
+        rows = answer.get("data") if isinstance(answer, dict) else None
+        return {"state": "ok", "models": rows if isinstance(rows, list) else []}

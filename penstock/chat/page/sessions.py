@@ -1,0 +1,138 @@
+"""Who is logged in to the chat page: a random token in a cookie, and the key that belongs to it.
+
+`sessions.json` (mode 600) keeps the sha256 of each token with its key, so that a restart of the process logs nobody
+out and a copy of the file opens no session by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.paths import write_atomically
+
+KEPT_S = 30 * 86400.0
+_MOST = 2000  # the oldest end first
+_RENEW_S = 86400.0  # how often the time of a session in use is written
+
+
+@dataclass(frozen=True)
+class Visitor:
+    """Who sent a request. `session`: None where no login is needed; `key`: for the gateway, None where it needs none.
+
+    `refuse`: the gateway refused the key, so the session ends; the words are shown on the login page.
+    """
+
+    session: str | None
+    key: str | None
+    refuse: Callable[[str], None]
+
+
+def visitor(request: Any) -> Visitor:
+    """Of a `gradio.Request`, or of a request of Starlette's: the server puts it there."""
+    who = getattr(request, "request", request).state.visitor
+    assert isinstance(who, Visitor)
+    return who
+
+
+class Session(msgspec.Struct, frozen=True):
+    """`at`: when it was last used, Unix seconds, to the day."""
+
+    key: str
+    at: float
+
+
+class Sessions:
+    """The sessions of one page. `say` writes a line to the log; without a file, or space for it, they live in memory.
+
+    `now` is Unix seconds.
+    """
+
+    def __init__(self, file: Path, now: float, say: Callable[[str], None] = lambda _: None) -> None:
+        self._file, self._say = file, say
+        self._sessions = {name: each for name, each in self._read().items() if now - each.at < KEPT_S}
+        self._reasons: dict[str, str] = {}  # why the last sessions ended
+
+    def open(self, key: str, now: float) -> str:
+        """A new session with that key; its token, for the cookie."""
+        token = secrets.token_urlsafe(32)
+        self._sessions[name_of(token)] = Session(key, now)
+        while len(self._sessions) > _MOST:
+            del self._sessions[min(self._sessions, key=lambda name: self._sessions[name].at)]
+        self._write()
+        return token
+
+    def find(self, token: str | None, now: float) -> tuple[str, str] | None:
+        """The name of the session and its key; None for a token that opens none."""
+        name = name_of(token or "")
+        session = self._sessions.get(name)
+        if session is None or now - session.at >= KEPT_S:
+            return None
+        if now - session.at > _RENEW_S:
+            self._sessions[name] = Session(session.key, now)
+            self._write()
+        return name, session.key
+
+    def close(self, name: str, reason: str | None = None) -> None:
+        """Idempotent. `reason`: for `why`."""
+        if self._sessions.pop(name, None) is None:
+            return
+        if reason is not None:
+            self._reasons[name] = reason
+            while len(self._reasons) > _MOST:
+                del self._reasons[next(iter(self._reasons))]
+        self._write()
+
+    def why(self, token: str | None) -> str | None:
+        """Why the session of that token ended; None where nobody ended it."""
+        return self._reasons.get(name_of(token or ""))
+
+    def _read(self) -> dict[str, Session]:
+        try:
+            if stat.S_IMODE(self._file.stat().st_mode) & 0o077:
+                self._say(f"{self._file} could be read by others: its sessions have ended")
+                return {}
+            return msgspec.json.decode(self._file.read_bytes(), type=dict[str, Session])
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as exc:
+            self._say(f"could not read {self._file}, so everyone logs in again: {exc}")
+            return {}
+
+    def _write(self) -> None:
+        try:
+            write_atomically(self._file, msgspec.json.encode(self._sessions), mode=0o600)
+        except OSError as exc:
+            self._say(f"could not write {self._file}, so a restart ends the sessions: {exc.strerror or exc}")
+
+
+def name_of(token: str) -> str:
+    """What the file and the log know of a token."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+class Attempts:
+    """How often a wrong key may be tried: `most` in `period_s`, from one address and, ten times as often, from all."""
+
+    def __init__(self, most: int = 10, period_s: float = 60.0) -> None:
+        self._most, self._period_s = most, period_s
+        self._failures: list[tuple[float, str]] = []
+
+    def wait_s(self, address: str, now: float) -> float:
+        """Seconds until the next may come; 0: it may come now."""
+        self._failures = [each for each in self._failures if now - each[0] < self._period_s]
+        own = [at for at, from_ in self._failures if from_ == address]
+        waits = [own[-self._most]] if len(own) >= self._most else []
+        if len(self._failures) >= self._most * 10:
+            waits.append(self._failures[-self._most * 10][0])
+        return max((at + self._period_s - now for at in waits), default=0.0)
+
+    def failed(self, address: str, now: float) -> None:
+        self._failures = [*self._failures[-self._most * 10 :], (now, address)]

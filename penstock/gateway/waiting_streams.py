@@ -1,0 +1,48 @@
+"""What the client of a stream hears while it waits for a replica: how its response begins, and comments."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from penstock.gateway.context import GatewayContext
+from penstock.gateway.responses import http_date
+from penstock.gateway.routing.queue import QueueEntry
+from penstock.wire.http1 import STATUS_LINE
+from penstock.wire.waiting import PROMPT_STAGE, Waiting, write_comment
+
+# The first comment, and then every so often. Proxies give up on silence.
+QUIET_S = 3.0
+COMMENT_EVERY_S = 5.0
+# The same for a client that asked for its progress; in a long queue less often, since a position costs a step for each
+# key that waits and each request of its own.
+PROGRESS_FIRST_S = 0.5
+PROGRESS_EVERY_S = 1.0
+POSITIONS_PER_S: Final = 500.0
+
+
+def write_head(now_s: float, is_chunked: bool) -> bytes:
+    """How the head begins. `now_s`: Unix seconds."""
+    coding = b"transfer-encoding: chunked\r\n" if is_chunked else b""
+    return b"%sdate: %s\r\ncontent-type: text/event-stream\r\ncache-control: no-cache\r\n%s" % (
+        *(STATUS_LINE[200], http_date(int(now_s)), coding),
+    )
+
+
+def first_after_s(wants_progress: bool) -> float:
+    return PROGRESS_FIRST_S if wants_progress else QUIET_S
+
+
+def next_after_s(wants_progress: bool, n_waiting: int) -> float:
+    return max(PROGRESS_EVERY_S, n_waiting / POSITIONS_PER_S) if wants_progress else COMMENT_EVERY_S
+
+
+def write_waiting(context: GatewayContext, entry: QueueEntry, wants_progress: bool, now: float) -> bytes:
+    """A comment that says why the request waits."""
+    if not wants_progress:
+        return f": penstock {context.replicas.coming_words(entry.model, now)}\n\n".encode()
+    return write_comment(context.replicas.waiting(entry.model, now, context.queue.n_ahead(entry)))
+
+
+def write_taken(replica: str) -> bytes:
+    """A comment that says who has the request now."""
+    return write_comment(Waiting(PROMPT_STAGE, replica=replica))

@@ -1,0 +1,162 @@
+"""What people read before an answer, and instead of one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.chat.failures import failure_of, too_long
+from penstock.chat.waiting import show_waiting
+from penstock.errors import PenstockError, UserError
+from penstock.gateway.responses import error_body
+from penstock.wire.answers import BrokenAnswer, HttpError, NoAnswer, ServerWords, http_error
+from penstock.wire.waiting import Waiting
+
+URL = "http://127.0.0.1:8000/v1/chat/completions"
+VLLM = json.loads((Path(__file__).parent / "golden" / "vllm-0.32.0" / "errors.json").read_text("utf-8"))
+LONG = "This model's maximum context length is 4096 tokens. However, you requested "
+
+
+@pytest.mark.parametrize(
+    ("waiting", "words"),
+    [
+        (Waiting("loading", shards_done=17, shards_total=30, eta_s=40.2), "loading 17/30 shards, about 40 s"),
+        (Waiting("loading", fraction=0.451, eta_s=100.0, ahead=3), "loading 45%, about 1m40s, 3 before you"),
+        (Waiting("queued"), "it is in the cluster's queue"),
+        (Waiting("warming", eta_s=0.1), "warming up, about 1 s"),
+    ],
+)
+def test_a_wait_for_a_replica_says_how_far_it_is(waiting: Waiting, words: str) -> None:
+    assert show_waiting(waiting) == f"waiting for a replica: {words}"
+
+
+def test_a_wait_in_the_queue_says_who_goes_before() -> None:
+    assert show_waiting(Waiting("queue", ahead=3)) == "in the queue: 3 before you"
+    assert show_waiting(Waiting("queue", ahead=0)) == "in the queue: you are next"
+    assert show_waiting(Waiting("queue")) == "in the queue"
+    assert show_waiting(Waiting("waiting")) == show_waiting(Waiting("<odd>")) == "waiting for a replica"
+    assert show_waiting(Waiting("prompt", replica="a-0")) == "processing prompt"
+
+
+def answered(status: int, message: str, code: str, retry_after: str | None = None) -> HttpError:
+    return http_error(URL, status, "Refused", error_body(status, message, code), retry_after, "req-1")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (
+            answered(429, "too many requests wait for model 'm' already", "queue_full", "5"),
+            *("overload", "Too many requests wait for model 'm' already. Try again in 5 s."),
+        ),
+        (
+            answered(429, "key 'ann' has used its 10 requests a minute", "rate_limit_exceeded", "75"),
+            *("overload", "Key 'ann' has used its 10 requests a minute. Try again in 1m15s."),
+        ),
+        (
+            answered(429, "key 'ann' has used its $5 this month", "insufficient_quota", "900000"),
+            *("quota", "Key 'ann' has used its $5 this month. Ask the owner of the server for more."),
+        ),
+        (
+            answered(503, "model 'm' has no replica that takes requests now", "no_replica"),
+            *("overload", "Model 'm' has no replica that takes requests now. Try again in a moment."),
+        ),
+        (
+            answered(404, "the model 'x' does not exist", "model_not_found"),
+            "model",
+            "The model 'x' does not exist. Choose",
+        ),
+        (
+            answered(502, "the engine ended the connection", "upstream_failed"),
+            "lost",
+            "The engine ended the connection. T",
+        ),
+        (http_error(URL, 500, "", b""), "failed", "The server answered 500. Try again."),
+        (http_error(URL, 503, "Busy", b"<html>", None, None), "overload", "<html>. Try again in a moment."),
+    ],
+)
+def test_a_refusal_says_what_to_do_next(error: HttpError, kind: str, text: str) -> None:
+    failure = failure_of(error)
+    assert failure.kind == kind and failure.text.startswith(text)
+    assert failure.retry_after_s == error.retry_after_s and failure.request_id == error.request_id
+
+
+def test_a_key_that_is_refused_is_not_repeated() -> None:
+    failure = failure_of(answered(401, "the key sk-secret is not valid", "invalid_api_key"))
+    assert failure.kind == "key" and "sk-secret" not in failure.text and "Use another key." in failure.text
+
+
+@pytest.mark.parametrize(
+    ("message", "start", "over_tokens"),
+    [
+        (f"{LONG}5000 tokens (4500 in the messages, 500 in the completion).", "This is 904 tokens too long", 904),
+        (f"{LONG[:-15]}your messages resulted in 6164 tokens. Please", "This is 2,068 tokens too long", 2068),
+        (
+            f"{LONG}512 output tokens and your prompt contains at least 3585 input tokens",
+            "This is too long for the mod",
+            None,
+        ),
+        (
+            "the request exceeds the available context size, try increasing it",
+            "This is too long for the model. L",
+            None,
+        ),
+        ("request (5000 tokens) exceeds the available context size (4096 tokens)", "This is 904 tokens too long", 904),
+    ],
+)
+def test_a_prompt_that_is_too_long_says_how_much(message: str, start: str, over_tokens: int | None) -> None:
+    failure = failure_of(answered(400, message, "400"))
+    assert (failure.kind, failure.over_tokens) == ("too_long", over_tokens) and failure.text.startswith(start)
+    assert "Leave out the oldest messages" in failure.text
+    event = BrokenAnswer("the answer broke off", words=ServerWords(message))
+    assert failure_of(event).kind == "too_long"
+
+
+def test_figures_of_the_server_are_used() -> None:
+    body = b'{"error":{"message":"too big","type":"exceed_context_size_error","n_prompt_tokens":4097,"n_ctx":4096}}'
+    assert failure_of(http_error(URL, 400, "Bad Request", body)).over_tokens == 1
+    figures = "4,000 tokens and up to 512 of the answer, and it takes 4,096 together."
+    assert too_long(4000, 512, 4096).text.startswith(f"This is 416 tokens too long for the model: {figures}")
+
+
+def test_what_vllm_says_is_understood() -> None:
+    kinds = {
+        name: failure_of(http_error(URL, row["status"], "", json.dumps(row["body"]).encode())).kind
+        for name, row in VLLM.items()
+        if row["status"] >= 400
+    }
+    assert {kinds.pop(name) for name in [*kinds] if "too long" in name or "above the context" in name} == {"too_long"}
+    assert {kinds.pop(name) for name in ("unknown model", "embeddings", "no such route")} == {"model"}
+    assert kinds.pop("wrong method") == "failed" and set(kinds.values()) == {"refused"}
+
+
+def test_what_a_model_does_not_take_is_named() -> None:
+    assert failure_of(answered(400, "System role not supported", "400")).kind == "system"
+    assert failure_of(answered(400, "At most 0 image(s) may be provided in one prompt.", "400")).kind == "images"
+
+
+def test_a_lost_engine_keeps_what_was_said() -> None:
+    broken = BrokenAnswer("x", words=ServerWords("replica a-0 ended"))
+    assert failure_of(broken, has_text=True).text == (
+        "The answer broke off (replica a-0 ended). What was said stays: continue it, or ask again."
+    )
+    assert failure_of(BrokenAnswer("x")).text == "The engine was lost before it answered. Ask again."
+    assert failure_of(PenstockError("lost the connection to X", is_retryable=True), has_text=True).kind == "lost"
+
+
+def test_without_a_server_nothing_typed_is_lost() -> None:
+    away = failure_of(PenstockError("could not connect to X: connection refused", is_retryable=True))
+    assert away.kind == "offline" and away.text.startswith("Could not connect to X: connection refused. Nothing that")
+    assert failure_of(NoAnswer("no answer from X within 5m", is_retryable=True)).kind == "lost"
+    assert failure_of(UserError("cannot use it", hint="Use another.")).text == "Cannot use it. Use another."
+
+
+@given(st.integers(400, 599), st.binary() | st.text().map(str.encode), st.none() | st.text(max_size=4), st.booleans())
+def test_no_server_breaks_the_sentence(status: int, body: bytes, after: str | None, has_text: bool) -> None:
+    failure = failure_of(http_error(URL, status, "", body, after), has_text)
+    assert failure.text.isprintable() or "\n" in failure.text or "\t" in failure.text
+    assert 10 < len(failure.text) < 800

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from penstock.chat.page.config import PageConfig
+from penstock.chat.page.login import Login
+from penstock.chat.page.proxied import as_sent, clean_prefix, is_same_site
+from penstock.chat.page.server import Status
+from penstock.chat.page.sessions import Attempts, Sessions, name_of, visitor
+from penstock.errors import PenstockError, UserError
+from penstock.wire.answers import HttpError
+
+GOOD = {"sk-alice", "sk-bob"}
+
+
+class Gateway:
+    """The keys that it takes; `is_away` and it does not answer."""
+
+    def __init__(self) -> None:
+        self.keys, self.is_away = set(GOOD), False
+
+    def models(self, key: str | None) -> Any:
+        if self.is_away:
+            raise PenstockError("could not connect to http://g: connection refused")
+        if key not in self.keys:
+            raise HttpError("http://g/v1/models answered 401: invalid API key", 401)
+        return {"data": [{"id": "m"}]}
+
+
+def page(folder: Path, gateway: Gateway, lines: list[str] | None = None, **fields: Any) -> TestClient:
+    settings = {"has_login": True, "host": "127.0.0.1", "port": 7860, "title": "A <b>", **fields}
+    config = PageConfig(gateway="http://g", folder=str(folder), **settings)
+    login = Login(config, (lines if lines is not None else []).append, gateway.models)
+
+    async def home(request: Request) -> Response:
+        return HTMLResponse("<script>window.gradio_api_info = {}</script>")
+
+    async def who(request: Request) -> Response:
+        return PlainTextResponse(f"{visitor(request).key} {request.url}")
+
+    routes = [
+        Route("/", home),
+        Route("/who", who, methods=["GET", "POST"]),
+        Route("/status", Status(gateway.models, config.has_login).answer),
+        Route("/login", login.page),
+        Route("/login", login.log_in, methods=["POST"]),
+        Route("/logout", login.log_out, methods=["POST"]),
+    ]
+    return TestClient(login.around(Starlette(routes=routes)), "http://127.0.0.1:7860", follow_redirects=False)
+
+
+@pytest.fixture
+def gateway() -> Gateway:
+    return Gateway()
+
+
+@pytest.fixture
+def chat(tmp_path: Path, gateway: Gateway) -> Iterator[TestClient]:
+    yield page(tmp_path, gateway)
+
+
+def test_a_good_key_opens_the_page_and_is_the_key_of_its_session(chat: TestClient, tmp_path: Path) -> None:
+    assert (chat.get("/").status_code, chat.get("/").headers["location"]) == (303, "login")
+    assert chat.get("/who").status_code == 401
+    answer = chat.post("/login", data={"key": " sk-alice "})
+    assert (answer.status_code, answer.headers["location"]) == (303, "./")
+    cookie = answer.headers["set-cookie"]
+    assert cookie.startswith("penstock-ui-7860=") and "HttpOnly" in cookie and "SameSite=lax" in cookie
+    assert "Secure" not in cookie
+    assert chat.get("/who").text.startswith("sk-alice ")
+    file = tmp_path / "sessions.json"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert chat.cookies["penstock-ui-7860"] not in file.read_text()
+
+
+def test_a_wrong_key_is_refused_in_words_and_only_so_often(chat: TestClient) -> None:
+    for _ in range(10):
+        answer = chat.post("/login", data={"key": "sk-<x>"})
+        assert answer.status_code == 401 and "The gateway refuses this key: invalid API key" in answer.text
+    answer = chat.post("/login", data={"key": "sk-alice"})
+    assert answer.status_code == 429 and "Too many wrong keys" in answer.text
+    assert 0 < int(answer.headers["retry-after"]) <= 61
+
+
+def test_a_gateway_that_is_away_is_no_wrong_key(chat: TestClient, gateway: Gateway) -> None:
+    gateway.is_away = True
+    for _ in range(12):
+        answer = chat.post("/login", data={"key": "sk-alice"})
+        assert answer.status_code == 503 and "connection refused" in answer.text
+
+
+def test_status_ends_the_session_of_a_refused_key(tmp_path: Path, gateway: Gateway) -> None:
+    chat = page(tmp_path, gateway)
+    chat.post("/login", data={"key": "sk-alice"})
+    gateway.keys.clear()
+    answer = chat.get("/status")
+    assert (answer.status_code, answer.json()["state"]) == (401, "logged out")
+    assert chat.get("/").status_code == 303
+    assert "You were logged out: the gateway refuses your key now" in chat.get("/login").text
+    assert chat.get("/who").json()["reason"].startswith("You were logged out")
+
+
+def test_status_says_that_the_gateway_is_away_and_keeps_the_session(tmp_path: Path, gateway: Gateway) -> None:
+    chat = page(tmp_path, gateway)
+    chat.post("/login", data={"key": "sk-alice"})
+    gateway.is_away = True
+    assert chat.get("/status").json()["state"] == "offline"
+    assert chat.get("/").status_code == 200
+
+
+def test_a_restart_logs_nobody_out(tmp_path: Path, gateway: Gateway) -> None:
+    chat = page(tmp_path, gateway)
+    chat.post("/login", data={"key": "sk-bob"})
+    again = page(tmp_path, gateway)
+    again.cookies = chat.cookies
+    assert again.get("/who").text.startswith("sk-bob ")
+    again.post("/logout")
+    assert again.get("/who").status_code == 401
+
+
+def test_the_key_of_the_page_alone_opens_it(tmp_path: Path, gateway: Gateway) -> None:
+    file = tmp_path / "key"
+    file.write_text("sk-page\n")
+    with pytest.raises(UserError, match="can be read by others"):
+        page(tmp_path, gateway, key_file=str(file))
+    file.chmod(0o600)
+    chat = page(tmp_path, gateway, key_file=str(file))
+    assert chat.post("/login", data={"key": "sk-alice"}).status_code == 401
+    assert chat.post("/login", data={"key": "sk-page"}).status_code == 303
+
+
+def test_without_a_login_only_this_machine_may_ask(tmp_path: Path, gateway: Gateway) -> None:
+    chat = page(tmp_path, gateway, has_login=False)
+    assert chat.get("/who").text.startswith("None ")
+    assert chat.get("/who", headers={"host": "chat.localhost:7860"}).status_code == 200
+    refusal = chat.get("/who", headers={"host": "evil.example"})
+    assert refusal.status_code == 403 and "ui.login: keys" in refusal.text
+    assert page(tmp_path, gateway, has_login=False, root_path="/x").get(
+        "/who", headers={"host": "proxy.example"}
+    ).status_code == 200  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}, {"sec-fetch-site": "same-site"}],
+)
+def test_a_page_of_another_site_may_not_send(chat: TestClient, headers: dict[str, str]) -> None:
+    chat.post("/login", data={"key": "sk-alice"})
+    assert chat.post("/who", headers=headers).status_code == 403
+    assert chat.post("/who", headers={"origin": "http://127.0.0.1:7860"}).status_code == 200
+
+
+def test_every_answer_forbids_other_hosts(chat: TestClient) -> None:
+    for answer in (chat.get("/"), chat.get("/login"), chat.get("/who"), chat.post("/login", data={"key": "x"})):
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'self'" in policy and "img-src 'self' data: blob:;" in policy and "http" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff" and answer.headers["cache-control"] == "no-store"
+    assert "A &lt;b&gt;" in chat.get("/login").text
+
+
+def test_behind_a_proxy_the_page_is_where_the_browser_sees_it(tmp_path: Path, gateway: Gateway) -> None:
+    chat = page(tmp_path, gateway, root_path="/ui/")
+    assert chat.get("/ui").headers["location"] == "/ui/"
+    headers = {"x-forwarded-proto": "https", "x-forwarded-host": "llm.example"}
+    answer = chat.post("/login", data={"key": "sk-alice"}, headers=headers)
+    assert "Path=/ui" in answer.headers["set-cookie"] and "Secure" in answer.headers["set-cookie"]
+    cookie = {"cookie": answer.headers["set-cookie"].partition(";")[0]}
+    for path in ("/who", "/ui/who"):  # a proxy that takes the prefix off, and one that leaves it
+        assert chat.get(path, headers=headers | cookie).text == "sk-alice https://llm.example/ui/who"
+    assert "gradio_config.root = location.origin" in chat.get("/ui/", headers=cookie).text
+
+
+@pytest.mark.parametrize(
+    ("prefix", "clean"),
+    [("", ""), ("/", ""), ("x/y/", "/x/y"), ("https://h/a", "/a"), ("//evil.example", "/evil.example"), ("/a//b", "")],
+)
+def test_a_prefix_is_a_path(prefix: str, clean: str) -> None:
+    assert clean_prefix(prefix) == clean
+    scope = {"type": "http", "scheme": "http", "path": "/p", "headers": [(b"x-forwarded-prefix", prefix.encode())]}
+    sent = as_sent(scope)
+    assert (sent["root_path"], sent["path"], sent["headers"]) == (clean, f"{clean}/p", [])
+
+
+def test_a_browser_without_fetch_metadata_is_judged_by_origin() -> None:
+    assert is_same_site({}) and is_same_site({"origin": "http://h:1", "host": "h:1"})
+    assert not is_same_site({"origin": "null", "host": "h:1"})
+
+
+# ---- sessions --------------------------------------------------------------------------------------------------------
+
+
+def test_sessions_end_after_a_month_without_use(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path / "s.json", 0.0)
+    token = sessions.open("k", 0.0)
+    day = 86400.0
+    assert sessions.find(token, 29 * day) == (name_of(token), "k")
+    assert Sessions(tmp_path / "s.json", 58 * day).find(token, 58 * day) is not None
+    assert Sessions(tmp_path / "s.json", 100 * day).find(token, 100 * day) is None
+
+
+def damaged(file: Path) -> None:
+    file.write_text('{"a": {"key"')
+
+
+def readable(file: Path) -> None:
+    file.chmod(0o644)
+
+
+@pytest.mark.parametrize(("harm", "words"), [(damaged, "could not read"), (readable, "could be read by others")])
+def test_sessions_that_cannot_be_trusted_end(tmp_path: Path, harm: Callable[[Path], None], words: str) -> None:
+    file, lines = tmp_path / "s.json", list[str]()
+    token = Sessions(file, 0.0).open("k", 0.0)
+    harm(file)
+    sessions = Sessions(file, 0.0, lines.append)
+    assert sessions.find(token, 0.0) is None and words in lines[0]
+    again = sessions.open("k", 0.0)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert Sessions(file, 0.0).find(again, 0.0) is not None
+
+
+def test_sessions_without_space_live_in_memory(tmp_path: Path) -> None:
+    lines = list[str]()
+    sessions = Sessions(tmp_path / "gone" / "s.json", 0.0, lines.append)
+    token = sessions.open("k", 0.0)
+    assert sessions.find(token, 0.0) is not None and "a restart ends the sessions" in lines[0]
+
+
+def test_attempts_are_counted_by_address_and_together() -> None:
+    attempts = Attempts(most=2, period_s=60.0)
+    attempts.failed("a", 0.0)
+    assert attempts.wait_s("a", 1.0) == 0
+    attempts.failed("a", 10.0)
+    assert (attempts.wait_s("a", 20.0), attempts.wait_s("b", 20.0)) == (40.0, 0)
+    for index in range(18):
+        attempts.failed(f"{index}", 20.0)
+    assert attempts.wait_s("b", 20.0) > 0
+    assert attempts.wait_s("a", 90.0) == 0
