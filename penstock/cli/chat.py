@@ -82,7 +82,7 @@ def register(parser: argparse.ArgumentParser) -> None:
             if bound.is_whole
             else arguments.number(bound.low, bound.high)
         )
-        parser.add_argument(flag(name), type=read, metavar="N" if bound.is_whole else "P", help=bound.text)
+        parser.add_argument(flag(name), type=read, metavar="N" if bound.is_whole else "X", help=bound.text)
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be repeated"
     )
