@@ -180,7 +180,7 @@ def test_a_chat_page_is_one_pod_without_secrets_that_installs_what_its_image_lac
     entries = services.page(wanted, gpu_plan())
     assert kinds(entries) == ["Service llm-ui", "Deployment llm-ui"]
     [port] = only(entries, "Service")["spec"]["ports"]
-    assert (port["port"], port["targetPort"]) == (80, "http")
+    assert (port["port"], port["targetPort"]) == (80, "page")
     spec = only(entries, "Deployment")["spec"]
     pod = spec["template"]["spec"]
     [container], [_, packages] = pod["containers"], pod["initContainers"]

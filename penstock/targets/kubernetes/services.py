@@ -102,7 +102,7 @@ def page(deployment: Deployment, plan: Plan) -> list[Object]:
     if deployment.chat_page is None:
         return []
     name, pods_of = objects.ui(deployment.name), objects.labels(deployment.name, "ui")
-    port = {**_port("http", UI_PORT), "port": deployment.chat_page.port, "appProtocol": "http"}
+    port = {**_port("http", deployment.chat_page.port), "targetPort": "page", "appProtocol": "http"}
     service = {"type": "ClusterIP", "selector": pods_of, "ports": [port]}
     spec = {
         "replicas": 1,
@@ -266,8 +266,8 @@ def _page_template(deployment: Deployment, plan: Plan) -> Object:
         grace_s=_PAGE_EXIT_S,
         annotations=_config(deployment.chat_page, deployment.gateway.price, plan.served_names),
         env=() if own_image else tuple(pods.plain_env({"PYTHONPATH": f"{objects.CODE}:{_PACKAGES}"})),
-        ports={"http": UI_PORT},
-        readiness={"httpGet": {"path": "/health", "port": "http", "scheme": "HTTP"}, "periodSeconds": 2},
+        ports={"page": UI_PORT},  # another name than the gateway's, which Prometheus finds by it
+        readiness={"httpGet": {"path": "/health", "port": "page", "scheme": "HTTP"}, "periodSeconds": 2},
         init=() if own_image else (_packages(deployment, plan),),
         has_secrets=False,
     )
