@@ -64,7 +64,9 @@ BOUNDS = {
     "top_k": Bound("Top k", 1, 1000, 1, "sample from this many of the likeliest tokens"),
     "min_p": Bound("Min p", 0.0, 1.0, 0.01, "leave out tokens below this share of the likeliest one's probability"),
     "max_tokens": Bound("Max tokens", 1, 1_048_576, 1, "tokens of an answer, at most"),
-    "seed": Bound("Seed", 0, 2**53 - 1, 1, "of the random numbers: the same seed repeats an answer, as far as the engine can"),
+    "seed": Bound(
+        "Seed", 0, 2**53 - 1, 1, "of the random numbers: the same seed repeats an answer, as far as the engine can"
+    ),
 }
 
 
