@@ -197,7 +197,7 @@ class Engine:
             if self._is_hung:
                 await asyncio.Event().wait()
             await self._pace(generation, arrived_at)
-            reason = ask.finish_reason
+            reason = "stop" if ask.ends_itself else "length"  # the engine knows nothing of tools
         finally:
             if reason == "abort" and self._failure is not None:
                 reason = "error"
