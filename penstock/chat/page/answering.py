@@ -139,7 +139,7 @@ class GrowingAnswer:
 
     def _statistics(self, now: float) -> statistics.Statistics | None:
         if self._reply is not None:
-            names = (self._turn.model, self._reply.model)  # the turn's is None where the server chose
+            names = self._turn.model or "", self._reply.model or ""  # the turn's is None where the server chose
             price = next((self._prices[name] for name in names if name in self._prices), None)
             return statistics.of_reply(self._reply, price)
         if self._ttft_s is None:
