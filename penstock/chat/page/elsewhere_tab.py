@@ -16,6 +16,7 @@ from penstock.chat.snippets import api, as_curl, as_python, elsewhere
 from penstock.errors import PenstockError, UserError
 
 _EXAMPLE = {"role": "user", "content": "Hello"}
+_ASKED_AGAIN = "This conversation, whose last question is asked again."
 _NOTE = "The key is read from `PENSTOCK_KEY`; it is in none of these texts."
 
 
@@ -42,14 +43,9 @@ def build(config: PageConfig, upstream: Upstream) -> None:
         )
         gradio.Markdown(_NOTE)
         with gradio.Tabs():
-            outputs = []
-            for name, language in (("This conversation as curl", "shell"), ("as Python", "python")):
-                with gradio.Tab(name):
-                    outputs.append(_code(name, language))
-            for snippet in elsewhere("http://h", "m"):
-                with gradio.Tab(snippet.name):
-                    gradio.Markdown(snippet.place)
-                    outputs.append(_code(snippet.name, snippet.language))
+            places = [(name, _ASKED_AGAIN) for name in ("curl", "Python")]
+            places += [(snippet.name, snippet.place) for snippet in elsewhere(config.gateway, "")]
+            outputs = [_code(*place) for place in places]
         current = gradio.Textbox(visible=False)
     for event in (tab.select, address.change):
         event(
@@ -58,8 +54,11 @@ def build(config: PageConfig, upstream: Upstream) -> None:
         )  # fmt: skip
 
 
-def _code(label: str, language: str) -> Any:
-    return gradio.Code(label=label, language=language, interactive=False, wrap_lines=True, lines=8, max_lines=40)
+def _code(name: str, place: str) -> Any:
+    """In plain colours: Gradio's highlighting has too little contrast to be read."""
+    with gradio.Tab(name):
+        gradio.Markdown(place)
+        return gradio.Code(label=name, show_label=False, interactive=False, wrap_lines=True, lines=8, max_lines=40)
 
 
 def _read(current: str | None) -> Conversation | None:
