@@ -419,7 +419,7 @@ def _page_rules(deployment: Deployment) -> Iterator[Problem]:
         return
     if page.port > 65535:
         yield Problem("ui.port", f"{page.port} is above 65535")
-    is_same_machine = gateway.on == "login" and deployment.target != "kubernetes"
+    is_same_machine = gateway.on == "login" and deployment.kubernetes is None
     if is_same_machine and page.port == gateway.port != 0:
         yield Problem("ui.port", f"{page.port} is the gateway's port", "choose another, such as 7860")
     if not page.host.strip():
