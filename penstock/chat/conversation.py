@@ -14,11 +14,13 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
+from penstock.chat import statistics
 from penstock.chat.settings import Settings
 from penstock.chat.statistics import Statistics
 from penstock.errors import UserError
+from penstock.spec.gateway import Price
 from penstock.text import MIB, show_bytes, show_seconds
-from penstock.wire.answers import ToolCall
+from penstock.wire.answers import Reply, ToolCall
 from penstock.wire.client import Message
 
 VERSION = 1
@@ -93,6 +95,20 @@ def answer(conversation: Conversation, turn: Turn) -> Conversation:
     old = conversation.turns.get(turn.id, turn)
     assert (turn.role, turn.role, turn.parent) == ("assistant", old.role, old.parent), turn.id
     return _with(conversation, turn)
+
+
+def answered(turn: Turn, reply: Reply, price: Price | None = None) -> Turn:
+    """The answer `turn` with all that the server said."""
+    return replace(
+        turn,
+        text=reply.text,
+        reasoning=reply.reasoning,
+        reasoning_s=reply.reasoning_s,
+        tool_calls=reply.tool_calls,
+        model=reply.model or turn.model,
+        finish_reason=reply.finish_reason,
+        statistics=statistics.of_reply(reply, price),
+    )
 
 
 def path(conversation: Conversation) -> tuple[Turn, ...]:
