@@ -8,7 +8,6 @@ from penstock.spec.gateway import Price
 from penstock.text import show_seconds, show_usd
 from penstock.wire.answers import Reply
 
-
 STOPPED = "stopped"  # the finish reason of an answer that the person stopped
 _ENDINGS = {"length": "cut off at max tokens", "content_filter": "cut off by a filter", STOPPED: "stopped"}
 
