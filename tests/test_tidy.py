@@ -55,7 +55,7 @@ PURE = (
         "wire/prometheus.py",
     ),
     *("chat/conversation.py", "chat/settings.py", "chat/statistics.py", "chat/failures.py"),
-    "chat/waiting.py",
+    *("chat/waiting.py", "chat/files.py"),
     *("wire/metric_names.py", "observe/promql.py", "observe/panels.py", "observe/boards/operations.py"),
     *("observe/google.py", "observe/export.py"),
     *("gateway/routing/policies.py", "gateway/routing/health.py", "gateway/routing/replicas.py"),
