@@ -79,7 +79,6 @@ def elsewhere(base_url: str, model: str, max_model_len: int | None = None, has_k
         Snippet(
             "Continue",
             "~/.continue/config.yaml; the key in ~/.continue/.env",
-            "yaml",
             _continue(address, model, has_key),
         ),
         Snippet("Zed", "settings.json; the key in PENSTOCK_API_KEY", _zed(address, model, max_model_len)),

@@ -7,6 +7,7 @@ from typing import Any
 import gradio
 
 from penstock.chat import conversation as tree
+from penstock.chat import files
 from penstock.chat import settings as parameters
 from penstock.chat.conversation import Conversation
 from penstock.chat.page.config import PageConfig
@@ -64,7 +65,7 @@ def _code(name: str, place: str) -> Any:
 def _read(current: str | None) -> Conversation | None:
     """What the browser sent; None for what cannot be read, and before the first question."""
     try:
-        conversation = tree.from_json(current)[0] if current else None
+        conversation = files.from_json(current)[0] if current else None
     except (UserError, IndexError):
         return None
     return conversation if conversation and conversation.leaf else None
