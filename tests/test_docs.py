@@ -76,32 +76,31 @@ FORBIDDEN = re.compile(
 NO_MESSAGES = ("penstock/testing/", "penstock/bench/datasets/tokenizers.py")
 # Plain words that module names may use beyond the glossary.
 PLAIN = """
-access addresses admin agent amx announcer api archive arguments arrivals
+access addresses admin agent amx announcer answering api archive arguments arrivals
 blocks board boards body bootstrap bundle
 calibrate calibration capacity catalog changes checks child collectives compare compiled completion config
 conformance connections conversation cost cpu
 dashboard decide dense detached detect doctor driver
 elsewhere ending entry errors estimate event examine exchanges explain export expressions
-facts failures fake fetch fields figures fit flags folder forwarding
+facts failures fake fetch fields figures fit flags folder footers forwarding
 google grafana guard
 health history host html http1 hub hybrid
 init inputs install instances
 kernel key
 leader leftovers levers library lifecycle limits lines link listener live liveness local locks login loop
-main manifests measured member merge metric middleware monitoring
+main manifests markup measured member merge metric middleware monitoring
 network nvml
 objects observe offline operations openssh options origins overhead
-pacing packages panels parent parse paths placed placement placing planning pod pods policies prepare price progress
-prometheus
-promql proxied public
+pacing packages panel panels parent parse paths placed placement placing planning pod pods policies prepare price
+progress prometheus promql proxied public
 queries queue quota
 ranges reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses retries
 rights rope rules
-scale scheduling schema script server service services sessions settings setup shared site snapshot snippet solve sse
-startup
+scale scheduling schema screen script server service services sessions settings setup shared site snapshot snippet
+solve sse startup
 static statistics stats status stop store strategic structs supervisor svg sweep sync synthetic
 tab terminal theme timestamps top topology totals traffic tunnel tunnels
-ui unit upstreams
+ui unit upstream upstreams
 validity versions view vision
 waiting
 changes event terminal top words

@@ -179,7 +179,7 @@ function closeOnPhone() {
 
 whenThere("#penstock-history", (root) => {
   const button = (name, run, attributes) => el("button", { type: "button", onclick: run, ...attributes }, name);
-  const file = el("input", { type: "file", accept: ".json,application/json", hidden: true, "aria-label": "File of chats",
+  const file = el("input", { type: "file", accept: ".json,.md,application/json,text/markdown", hidden: true, "aria-label": "File of chats",
     onchange: () => (importFile(file.files[0]), (file.value = "")) });
   history_.root = root;
   history_.drawn = "";

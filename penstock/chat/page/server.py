@@ -8,8 +8,6 @@ import   a file's conversations, as JSON        markdown a conversation, as Mark
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import socket
 import time
 from collections.abc import Callable
@@ -68,6 +66,8 @@ def make_app(config: PageConfig, say: Say) -> Any:
     """The whole page as an ASGI application. Reads and writes below `config.folder`."""
     import gradio
 
+    from penstock.chat.page import layout
+
     ask = partial(_models, config.gateway)
     login, status = Login(config, say, ask), Status(ask, config.has_login)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
@@ -78,7 +78,7 @@ def make_app(config: PageConfig, say: Say) -> Any:
     app.add_api_route("/logout", login.log_out, methods=["POST"], include_in_schema=False)
     app.add_api_route("/markdown", export.markdown, methods=["POST"], include_in_schema=False)
     app.add_api_route("/import", export.conversations, methods=["POST"], include_in_schema=False)
-    blocks = _blocks(config)
+    blocks = layout.build(config)
     blocks.queue(default_concurrency_limit=None, api_open=False)
     blocks.max_threads = blocks._queue.max_thread_count = _STREAMS_AT_ONCE
     app = gradio.mount_gradio_app(
@@ -87,16 +87,6 @@ def make_app(config: PageConfig, say: Say) -> Any:
         theme=theme.theme(), css=theme.css(), head=theme.head(),
     )  # fmt: skip
     return login.around(app)
-
-
-def _blocks(config: PageConfig) -> Any:
-    if importlib.util.find_spec("penstock.chat.page.layout") is not None:
-        return importlib.import_module("penstock.chat.page.layout").build(config)
-    import gradio
-
-    with gradio.Blocks(title=config.title, analytics_enabled=False) as blocks:
-        gradio.Markdown(f"# {config.title}")
-    return blocks
 
 
 def _health() -> Response:

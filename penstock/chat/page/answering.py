@@ -1,0 +1,203 @@
+"""From what the visitor asks for and what the gateway sends to what the page shows. Pure: no clock, no Gradio."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from penstock.chat import conversation as tree
+from penstock.chat import statistics
+from penstock.chat.conversation import Conversation, Turn
+from penstock.chat.failures import Failure, failure_of
+from penstock.chat.page import footers
+from penstock.chat.page.markup import Markup, shown
+from penstock.chat.waiting import show_waiting
+from penstock.errors import PenstockError
+from penstock.spec.gateway import Price
+from penstock.wire.answers import Chunk, Reply
+from penstock.wire.waiting import Waiting
+
+Act = Literal["ask", "edit", "retry", "continue", "shrink", "choose", "delete"]
+STOPPED = "stopped"  # the finish reason of an answer that the visitor stopped
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What a button or the message box asks for. `turn`: the one that it is about."""
+
+    act: Act = "ask"
+    turn: str | None = None
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """One box of the page. `title`: of a fold; `seconds`: what it took; `is_growing`: more comes."""
+
+    role: Literal["user", "assistant"]
+    kind: Literal["text", "fold", "footer"]
+    text: str
+    title: str = ""
+    seconds: float | None = None
+    is_growing: bool = False
+
+
+def obey(conversation: Conversation, order: Order, question: Turn, now: float) -> tuple[Conversation, Turn | None]:
+    """The conversation after an order, and the turn to answer: a question, an answer to be continued, or None.
+
+    `question`: a new turn with the id, text and images that "ask" and "edit" take. Raises UserError.
+    """
+    turn_id = order.turn or ""
+    match order.act:
+        case "ask":
+            conversation = tree.ask(conversation, question.id, question.text, question.images, now)
+        case "edit":
+            conversation = tree.edit(conversation, turn_id, question.id, question.text, now)
+        case "choose":
+            return tree.choose(conversation, turn_id), None
+        case "delete":
+            return tree.delete(conversation, turn_id), None
+        case "continue":
+            conversation = replace(tree.choose(conversation, turn_id), leaf=turn_id)
+        case "retry" | "shrink":
+            conversation = _without_failure(tree.retry_from(conversation, turn_id), turn_id)
+            if order.act == "shrink":
+                conversation = tree.drop_oldest(conversation)
+    return replace(conversation, updated_at=now), conversation.turns[conversation.leaf or ""]
+
+
+def _without_failure(conversation: Conversation, turn_id: str) -> Conversation:
+    """An answer that only says why there is none makes room for the next."""
+    turn = conversation.turns[turn_id]
+    if turn.role == "user" or tree.spoken(turn) or turn.reasoning:
+        return conversation
+    return replace(tree.delete(conversation, turn_id), leaf=turn.parent)
+
+
+class GrowingAnswer:
+    """The answer below `question`; or `begun` goes on, an answer that broke off. Times are of one clock, in seconds."""
+
+    def __init__(self, turn: Turn, prices: Mapping[str, Price], began_at: float) -> None:
+        self._turn = turn
+        self._prices = prices
+        self._began_at = began_at
+        self._markup, self._reasoning_markup = Markup(), Markup()
+        self._text, self._reasoning = self._markup.add(turn.text), self._reasoning_markup.add(turn.reasoning)
+        self._texts, self._reasonings = [turn.text], [turn.reasoning]
+        self._new, self._new_reasoning = "", ""
+        self._reasoning_at_s: tuple[float, float] | None = None
+        self._waiting: Waiting | None = None
+        self._ttft_s: float | None = None
+        self._reply: Reply | None = None
+        self._failure: Failure | None = None
+        self._end_reason: str | None = None
+        self.n_chars = len(turn.text) + len(turn.reasoning)
+
+    def take(self, piece: Chunk | Waiting | Reply) -> None:
+        if isinstance(piece, Waiting):
+            self._waiting = piece
+        elif isinstance(piece, Reply):
+            self._reply = piece
+        else:
+            self._ttft_s = piece.at_s if self._ttft_s is None else self._ttft_s
+            self._take_chunk(piece)
+
+    def _take_chunk(self, chunk: Chunk) -> None:
+        self.n_chars += len(chunk.text)
+        if chunk.tool_calls:
+            self._turn = replace(self._turn, tool_calls=chunk.tool_calls)
+        elif chunk.is_reasoning:
+            self._new_reasoning += chunk.text
+            self._reasonings.append(chunk.text)
+            self._reasoning_at_s = (self._reasoning_at_s or (chunk.at_s, 0))[0], chunk.at_s
+        else:
+            self._new += chunk.text
+            self._texts.append(chunk.text)
+            if self._reasoning_at_s and len(self._texts) == 2:
+                self._reasoning_at_s = self._reasoning_at_s[0], chunk.at_s
+
+    def fail(self, error: PenstockError) -> None:
+        self._failure = failure_of(error, has_text=bool(self.n_chars))
+
+    def stop(self) -> None:
+        self._end_reason = STOPPED
+
+    def turn(self, now: float) -> Turn:
+        """The answer as it stands, for the conversation."""
+        began_s, ended_s = self._reasoning_at_s or (0.0, 0.0)
+        text, reasoning = "".join(self._texts), "".join(self._reasonings)
+        self._texts, self._reasonings = [text, ""], [reasoning]
+        return replace(
+            self._turn,
+            text=text,
+            reasoning=reasoning,
+            reasoning_s=ended_s - began_s if self._reasoning_at_s else self._turn.reasoning_s,
+            finish_reason=self._end_reason or (self._reply.finish_reason if self._reply else None),
+            statistics=self._statistics(now),
+            error=self._failure.text if self._failure else None,
+        )
+
+    def _statistics(self, now: float) -> statistics.Statistics | None:
+        if self._reply is not None:
+            names = self._turn.model or "", self._reply.model or ""  # the turn's is None where the server chose
+            price = next((self._prices[name] for name in names if name in self._prices), None)
+            return statistics.of_reply(self._reply, price)
+        if self._ttft_s is None:
+            return None
+        replica = self._waiting.replica if self._waiting else None
+        return statistics.Statistics(ttft_s=self._ttft_s, duration_s=now - self._began_at, replica=replica)
+
+    def boxes(self, now: float) -> list[Shown]:
+        """The answer while it grows, with the clock below."""
+        self._text, self._new = self._markup.add(self._new) if self._new else self._text, ""
+        if self._new_reasoning:
+            self._reasoning, self._new_reasoning = self._reasoning_markup.add(self._new_reasoning), ""
+        began_s, ended_s = self._reasoning_at_s or (0.0, 0.0)
+        boxes = _folds(self._turn, self._reasoning, ended_s - began_s, not self._text)
+        if self._text:
+            boxes.append(Shown("assistant", "text", self._text, is_growing=True))
+        return [*boxes, Shown("assistant", "footer", self._clock(now), is_growing=True)]
+
+    def _clock(self, now: float) -> str:
+        elapsed_s = now - self._began_at
+        if self._ttft_s is not None:
+            return footers.growing(self._ttft_s, elapsed_s)
+        return footers.waiting(show_waiting(self._waiting) if self._waiting else "sending", elapsed_s)
+
+    def last_boxes(self, conversation: Conversation, now: float) -> list[Shown]:
+        return turn_boxes(conversation, self.turn(now), self._failure)
+
+
+def conversation_boxes(conversation: Conversation, until: str | None = None) -> list[Shown]:
+    """The branch that is shown; without the turn `until`, which is drawn as it grows."""
+    turns = tree.path(conversation)
+    return [box for turn in turns if turn.id != until for box in turn_boxes(conversation, turn)]
+
+
+def turn_boxes(conversation: Conversation, turn: Turn, failure: Failure | None = None) -> list[Shown]:
+    """One question or answer as it stands, with its footer."""
+    branches = tree.siblings(conversation, turn.id)
+    footer = Shown(turn.role, "footer", footers.footer(turn, branches, failure))
+    boxes = _folds(turn, shown(turn.reasoning), turn.reasoning_s, False)
+    if turn.text:
+        boxes.append(Shown(turn.role, "text", shown(turn.text)))
+    if turn.images:
+        boxes.append(Shown(turn.role, "footer", footers.images(turn.images)))
+    return [*boxes, footer]
+
+
+def _folds(turn: Turn, reasoning: str, seconds: float | None, is_growing: bool) -> list[Shown]:
+    """Reasoning and tool calls."""
+    boxes = []
+    if reasoning:
+        boxes.append(Shown(turn.role, "fold", reasoning, "Reasoning", seconds, is_growing))
+    for call in turn.tool_calls:
+        fence = "`" * max(3, _longest_run(call.arguments) + 1)
+        text = f"{fence}json\n{call.arguments}\n{fence}"
+        boxes.append(Shown(turn.role, "fold", text, f"Tool call: {shown(call.name) or 'without a name'}"))
+    return boxes
+
+
+def _longest_run(text: str) -> int:
+    runs = text.translate({ord(other): " " for other in set(text) if other != "`"}).split()
+    return max(map(len, runs), default=0)

@@ -1,0 +1,33 @@
+"""The page: what stands where. `build` makes it, the server mounts it."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import gradio
+
+from penstock.chat.page.chat_tab import ChatTab
+from penstock.chat.page.config import PageConfig
+from penstock.chat.page.settings_panel import Panel
+from penstock.chat.page.streaming import Chat
+from penstock.chat.page.upstream import Upstream
+
+SCRIPT = Path(__file__).with_name("chat.js")
+
+
+def build(config: PageConfig) -> Any:
+    """A `gradio.Blocks`. Asks the gateway nothing until somebody opens the page."""
+    chat = Chat(Upstream(config.gateway, config.ca_file), config.prices)
+    with gradio.Blocks(title=config.title, analytics_enabled=False, fill_height=True) as blocks:
+        with gradio.Sidebar(open=True, width=280, elem_id="penstock-left"):
+            gradio.HTML('<div id="penstock-history"></div>')
+        with gradio.Sidebar(open=False, position="right", width=320, elem_id="penstock-settings"):
+            panel = Panel(config)
+        gradio.HTML(
+            f'<header id="penstock-header"><h1>{escape(config.title)}</h1><div id="penstock-status"></div></header>'
+        )
+        with gradio.Tab("Chat"):
+            ChatTab(config, chat, panel)
+    return blocks

@@ -1,0 +1,101 @@
+"""The settings next to the chat: one component for each, in the order of `Panel.components`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradio
+from msgspec.structs import replace
+
+from penstock.chat import settings as parameters
+from penstock.chat.page.config import PageConfig
+from penstock.chat.settings import Settings
+from penstock.errors import UserError
+
+_NUMBERS = ("temperature", "top_p", "top_k", "min_p", "seed")
+
+
+class Panel:
+    """Makes the components where it is called. `values` and `settings` go from one to the other."""
+
+    def __init__(self, config: PageConfig) -> None:
+        self._config = config
+        first = self.first()
+        self.model = gradio.Dropdown(
+            [config.model] if config.model else [], value=config.model, label="Model", allow_custom_value=True,
+            elem_id="penstock-model", interactive=True,
+        )  # fmt: skip
+        self.system = gradio.Textbox(first.system, label="System message", lines=3, max_lines=12, interactive=True)
+        self.has_system = gradio.Checkbox(
+            first.has_system, label="Send the system message", info="Off for models that refuse one."
+        )
+        bound = parameters.bound("max_tokens")
+        self.max_tokens = gradio.Slider(1, 32768, 512, step=1, label=bound.label, info=bound.text, interactive=True)
+        self.numbers = [_number(name) for name in _NUMBERS]
+        self.stop = gradio.Textbox(
+            "", label="Stop", info="the answer ends before these, one a line", lines=1, max_lines=8
+        )
+        self.thinking = gradio.Radio(
+            ["default", "on", "off"], value="default", label="Thinking", info="where the model can"
+        )
+        self.json_mode = gradio.Checkbox(False, label="JSON mode", info="The answer is one JSON object.")
+        self.components = [
+            *(self.model, self.system, self.has_system, self.max_tokens),
+            *(*self.numbers, self.stop, self.thinking, self.json_mode),
+        ]
+
+    def first(self) -> Settings:
+        """Of a new conversation."""
+        return Settings(model=self._config.model, system=self._config.system, has_system=self._config.has_system)
+
+    def values(self, settings: Settings) -> list[Any]:
+        """What the components show."""
+        figures = [getattr(settings, name) for name in _NUMBERS]
+        numbers = ["" if figure is None else f"{figure:.15g}" for figure in figures]
+        stop = "\n".join(text.replace("\n", "\\n") for text in settings.stop)
+        return [
+            *(
+                settings.model or self._config.model,
+                settings.system or "",
+                settings.has_system,
+                settings.max_tokens or 512,
+            ),
+            *(*numbers, stop, settings.thinking, settings.json_mode),
+        ]
+
+    def settings(self, before: Settings, values: list[Any]) -> Settings:
+        """What the components say; `before` keeps what has no component. Raises UserError."""
+        model, system, has_system, max_tokens, *numbers, stop, thinking, json_mode = values
+        figures = {name: _parsed(name, text) for name, text in zip(_NUMBERS, numbers, strict=True)}
+        return replace(
+            before,
+            model=model or None,
+            system=system or None,
+            has_system=bool(has_system),
+            max_tokens=int(max_tokens),
+            stop=tuple(line.replace("\\n", "\n") for line in (stop or "").splitlines() if line),
+            thinking=thinking or "default",
+            json_mode=bool(json_mode),
+            **figures,
+        )
+
+
+def _number(name: str) -> Any:
+    """A text box, since Gradio's box for numbers has no empty state: it sends 0."""
+    bound = parameters.bound(name)
+    return gradio.Textbox(
+        "", label=bound.label, info=bound.text, placeholder="the server's default", max_lines=1, interactive=True
+    )
+
+
+def _parsed(name: str, text: str) -> float | int | None:
+    """Raises UserError for what is no number."""
+    text = (text or "").strip()
+    if not text:
+        return None
+    bound = parameters.bound(name)
+    try:
+        return int(text) if bound.is_whole else float(text.replace(",", "."))
+    except ValueError:
+        kind = "a whole number" if bound.is_whole else "a number"
+        raise UserError(f'{bound.label} is "{text[:40]}", not {kind}') from None

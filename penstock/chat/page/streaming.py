@@ -1,0 +1,89 @@
+"""One answer as it grows: pieces of the gateway in batches, each of which is one update of the page. No Gradio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from msgspec.structs import replace
+
+from penstock.chat import conversation as tree
+from penstock.chat import settings as parameters
+from penstock.chat.conversation import Conversation, Turn
+from penstock.chat.page.answering import GrowingAnswer, Shown, conversation_boxes
+from penstock.chat.page.pacing import batches, pause_s
+from penstock.chat.page.upstream import Upstream
+from penstock.chat.settings import Settings
+from penstock.errors import PenstockError
+from penstock.spec.gateway import Price
+
+_KEPT_EACH_S = 2.0
+Update = tuple[list[Shown], Conversation | Turn | None]
+
+
+class Chat:
+    """What answers of all visitors share: the gateway, and how many answers grow now. `stops`: by visitor's tab."""
+
+    def __init__(self, upstream: Upstream, prices: dict[str, Price]) -> None:
+        self.upstream = upstream
+        self._prices = prices
+        self.n_streams = 0
+        self.stops: dict[str, asyncio.Event] = {}
+
+    async def answer(
+        self, conversation: Conversation, turn: Turn, key: str | None, stop: asyncio.Event
+    ) -> AsyncGenerator[Update, None]:
+        """What the page shows while the turn is answered, and from time to time what the browser keeps."""
+        growing, began_at = self._begin(conversation, turn), time.monotonic()
+        is_more = turn.role == "assistant"
+        earlier = conversation_boxes(conversation, until=turn.id if is_more else None)
+        last = growing.boxes(began_at)
+        yield [*earlier, *last], conversation
+        pieces = self.upstream.stream_chat(key, tree.messages(conversation), _fields(conversation.settings, is_more))
+        kept_at, self.n_streams = began_at, self.n_streams + 1
+        try:
+            async with contextlib.aclosing(batches(pieces, self._pause_s(growing), stop)) as arriving:
+                async for batch in arriving:
+                    for piece in batch:
+                        growing.take(piece)
+                    now, boxes = time.monotonic(), growing.boxes(time.monotonic())
+                    if boxes == last:
+                        continue
+                    last, news = boxes, None
+                    if now - kept_at >= max(_KEPT_EACH_S, 4 * pause_s(1, growing.n_chars)):
+                        news, kept_at = growing.turn(now), now
+                    yield [*earlier, *boxes], news
+            if stop.is_set():
+                growing.stop()
+        except PenstockError as exc:
+            growing.fail(exc)
+        finally:
+            self.n_streams -= 1
+        now = time.monotonic()
+        done = replace(tree.answer(conversation, growing.turn(now)), updated_at=time.time())
+        yield [*earlier, *growing.last_boxes(done, now)], done
+
+    def _begin(self, conversation: Conversation, turn: Turn) -> GrowingAnswer:
+        model = conversation.settings.model
+        if turn.role == "user":
+            turn = Turn(new_id(), turn.id, "assistant", model=model)
+        else:
+            turn = replace(turn, error=None, finish_reason=None)
+        return GrowingAnswer(turn, self._prices, time.monotonic())
+
+    def _pause_s(self, growing: GrowingAnswer) -> Callable[[], float]:
+        return lambda: pause_s(self.n_streams, growing.n_chars)
+
+
+def _fields(settings: Settings, is_more: bool) -> dict[str, Any]:
+    fields = parameters.fields(settings)
+    # vLLM's way to let an answer go on: https://docs.vllm.ai/en/stable/serving/openai_compatible_server.html
+    return {**fields, "continue_final_message": True, "add_generation_prompt": False} if is_more else fields
+
+
+def new_id() -> str:
+    return "t" + secrets.token_hex(8)
