@@ -15,7 +15,8 @@ from msgspec.structs import replace
 
 from penstock.chat import conversation as chats
 from penstock.chat import statistics
-from penstock.chat.conversation import Conversation, Turn, from_json, to_json, to_markdown
+from penstock.chat.conversation import Conversation, Turn
+from penstock.chat.files import from_file, from_json, to_json, to_markdown
 from penstock.chat.settings import BOUNDS, Limits, Settings, bound, changed, fields, problems
 from penstock.chat.settings import shown as shown_settings
 from penstock.errors import UserError
@@ -127,6 +128,20 @@ def test_markdown_has_the_branch_that_is_shown() -> None:
         "## system\n\nwhisper\n\n## user\n\nnew\n\n## assistant\n\n<details><summary>Reasoning, 3.2 s"
     )
     assert text.endswith("Tool call `find`:\n\n```json\n{}\n```\n\nyes\n") and "old" not in text
+
+
+@given(st.lists(st.tuples(st.text(LETTERS), st.booleans()), max_size=4))
+def test_markdown_gives_back_what_was_said(rows: list[tuple[str, bool]]) -> None:
+    hostile = [f"{text}\n## user\n\\## assistant \n{text}" if is_odd else f"x{text}" for text, is_odd in rows]
+    conversation = talk("first", "1", *hostile, settings=Settings(system="## system"))
+    thought = chats.answer(conversation, Turn("r", conversation.turns["a1"].parent, "assistant", "2", reasoning="hm"))
+    for each in (conversation, thought):
+        (read,) = from_file(to_markdown(each).encode(), 5.0)
+        assert read.settings.system == "## system"
+        before, after = chats.path(each), chats.path(read)
+        same = [turn.text.replace("\r\n", "\n").strip() for turn in before]
+        assert [turn.text for turn in after] == same
+        assert [turn.reasoning for turn in after] == [turn.reasoning for turn in before]
 
 
 def check(conversation: Conversation) -> None:

@@ -121,6 +121,16 @@ _LISTED: Final = f"There are: {', '.join(_TYPED)}."
 _SERVER_DEFAULTS: Final = Settings(max_tokens=None)
 
 
+def number(name: str, text: str) -> float | int | None:
+    """A number of BOUNDS as a person types it; None for an empty text. Raises UserError for what is no number."""
+    text, is_whole = text.strip(), BOUNDS[name].is_whole
+    try:
+        return None if not text else int(text) if is_whole else float(text.replace(",", "."))
+    except ValueError:
+        kind = "a whole number" if is_whole else "a number"
+        raise UserError(f'cannot set {name} to "{text[:40]}"', hint=f"It is {kind}.") from None
+
+
 def changed(settings: Settings, name: str, text: str, limits: Limits = _UNKNOWN) -> Settings:
     """One setting as a person types it: ("temperature", "0.2"), ("stop", "END"), ("json_mode", "on"). An empty text is
     the server's default.
@@ -132,11 +142,8 @@ def changed(settings: Settings, name: str, text: str, limits: Limits = _UNKNOWN)
         close = nearest(name, _TYPED)
         raise UserError(f'unknown setting "{name}"', hint=f"Did you mean {close}?" if close else _LISTED)
     value: object = (text,) if name == "stop" and text else getattr(_SERVER_DEFAULTS, name)
-    if text and name in BOUNDS:
-        try:
-            value = int(text) if BOUNDS[name].is_whole else float(text)
-        except ValueError:
-            raise UserError(f'cannot set {name} to "{text}"', hint="It is a number.") from None
+    if name in BOUNDS:
+        value = number(name, text)
     elif text and name in _WORDS:
         if text not in _WORDS[name]:
             raise UserError(f'cannot set {name} to "{text}"', hint=f"One of {', '.join(_WORDS[name])}.")

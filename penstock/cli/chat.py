@@ -19,7 +19,7 @@ from typing import TextIO
 from msgspec.structs import replace
 
 from penstock.chat import conversation as chats
-from penstock.chat import statistics
+from penstock.chat import files, statistics
 from penstock.chat.conversation import Turn
 from penstock.chat.failures import failure_of
 from penstock.chat.settings import BOUNDS, Limits, Settings, changed, fields, shown
@@ -42,7 +42,7 @@ HELP = """\
 /edit TEXT        ask TEXT in place of the last question
 /shorten          leave out the oldest question and its answer, where all is too long for the model
 /save FILE        write the conversation to a file: Markdown, or all of it where the name ends with .json
-/load FILE        go on with a conversation of a .json file, also one that the chat page exported
+/load FILE        go on with the conversation of such a file, also of one that the chat page exported
 /reset            forget the conversation
 /system TEXT      set the system message; alone: show it
 /model NAME       talk to another model; alone: list them
@@ -329,7 +329,7 @@ class _Session:
         if not name:
             raise PenstockError("cannot save without a file", hint="/save FILE")
         is_json = path.suffix == ".json"
-        data = chats.to_json(self._conversation) if is_json else chats.to_markdown(self._conversation).encode()
+        data = files.to_json(self._conversation) if is_json else files.to_markdown(self._conversation).encode()
         try:
             with path.open("xb") as file:
                 file.write(data)
@@ -340,7 +340,7 @@ class _Session:
     def _load(self, name: str) -> None:
         path = Path(name).expanduser()
         try:
-            read = chats.from_json(path.read_bytes(), time.time())
+            read = files.from_file(path.read_bytes(), time.time())
         except OSError as exc:
             raise PenstockError(f'could not read "{name}": {exc.strerror}', hint="/load FILE") from exc
         if len(read) != 1:

@@ -73,6 +73,13 @@ def write_config(run: Run, gateway: str, host: str, port: int) -> Path:
     return run.ui_config
 
 
+def gateway_of(run: Run) -> str | None:
+    """The base URL that its page was started with."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(run.ui_config.read_bytes(), type=PageConfig).gateway
+    return None
+
+
 def _shared_key(run: Run) -> Path | None:
     """A file with the key of everyone at the page: the one from before while the store has it, else a new one."""
     file, place = run.ui_folder / "key", run.gateway_file().store
