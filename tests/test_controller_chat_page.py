@@ -134,6 +134,30 @@ def test_without_a_login_everyone_uses_one_key_of_the_deployment(place: Place) -
     run.write_desired(Desired("down", 0))
 
 
+def test_next_to_a_placed_controller_it_is_for_other_machines_and_follows_the_gateway(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = written(place, ui={"port": 0}, gateway={"auth": "keys"})
+    watched, ended = Watched(run), list[object]()
+    watched.service = ChatPage(run, is_placed=True)
+    monkeypatch.setattr("penstock.hardware.network.own_addresses", lambda seen_from: ["10.0.0.7"])
+    monkeypatch.setattr("penstock.processes.is_alive", lambda process: True)
+    monkeypatch.setattr("penstock.processes.end", lambda processes, grace_s: ended.append(processes))
+    watched.turn(0.0)
+    config = json.loads(run.ui_config.read_text())
+    assert (config["host"], watched.part.url) == ("0.0.0.0", f"http://10.0.0.7:{config['port']}")
+    watched.turn(1.0)
+    assert (watched.part.state, ended) == ("running", [])
+    monkeypatch.setattr(Run, "known_url", "http://10.0.0.9:8000")
+    watched.turn(2.0)
+    assert watched.part.restarts[-1].reason == "its gateway moved to http://10.0.0.9:8000" and len(ended) == 1
+    monkeypatch.setattr(Run, "known_url", None)
+    watched.turn(4.0)
+    watched.turn(5.0)
+    assert watched.part.state == "running", "the gateway is being placed: the page says offline until it is there"
+    run.write_desired(Desired("down", 0))
+
+
 def test_with_keys_people_log_in(place: Place) -> None:
     run = written(place, ui=True, gateway={"auth": "keys"})
     config = json.loads(ui.write_config(run, run.url, "127.0.0.1", 7860).read_text())

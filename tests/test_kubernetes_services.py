@@ -226,6 +226,7 @@ def test_clients_outside_have_the_chat_page_below_a_path_of_the_gateways_host() 
     [
         ({"login": "none"}, {}, "ui.login", "everyone who reaches the page"),
         ({"host": "0.0.0.0"}, {}, "ui.host", "listens in its pod"),
+        ({"port": 0}, {}, "ui.port", "0 is not the port of a Service"),
         ({"root_path": "/"}, {"expose": "Ingress", "host": "a.example"}, "ui.root_path", "clients have the gateway"),
         (True, {"expose": "LoadBalancer", "tls_secret": "cert"}, "ui", "no certificate of the gateway's pods"),
         (False, {"ui_image": "page:1"}, "kubernetes.ui_image", "there is no chat page"),

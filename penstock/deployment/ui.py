@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from penstock.chat.page.__main__ import EXTRA
 from penstock.chat.page.config import PageConfig
 from penstock.errors import PenstockError, UserError
 from penstock.gateway.accounting import store
@@ -19,7 +20,6 @@ from penstock.paths import read_token, write_atomically
 from penstock.run_folder import Run
 from penstock.spec.deployment import Deployment, Ui
 
-EXTRA = "pip install 'penstock[ui]'"
 KEY = "chat-page"  # the name of the key that people share who need no login
 
 
@@ -71,6 +71,13 @@ def write_config(run: Run, gateway: str, host: str, port: int) -> Path:
     )  # fmt: skip
     write_atomically(run.ui_config, msgspec.json.format(msgspec.json.encode(config), indent=2), mode=0o600)
     return run.ui_config
+
+
+def gateway_of(run: Run) -> str | None:
+    """The base URL that its page was started with."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(run.ui_config.read_bytes(), type=PageConfig).gateway
+    return None
 
 
 def _shared_key(run: Run) -> Path | None:

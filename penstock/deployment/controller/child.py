@@ -58,6 +58,9 @@ class Service(Protocol):
     def began(self, url: str) -> None:
         """It was started."""
 
+    def outdated(self) -> str | None:
+        """Why one that runs must start again with other settings."""
+
 
 class Child:
     """`part` is what `status` shows. `last`: as the controller before this one had it. `is_placed`: that one may have
@@ -115,6 +118,9 @@ class Child:
                 self._begin(now)
         elif not processes.is_alive(process):
             self._note_end(f"its process {process.pid} was gone{last_words(self._run.log(self.service.role))}", now)
+        elif (reason := self.service.outdated()) is not None:
+            processes.end([process], _END_S)
+            self._note_end(reason, now)
         elif self._answers():
             self._silent_at = now + _HUNG_S
             self.part = msgspec.structs.replace(self.part, state="running")

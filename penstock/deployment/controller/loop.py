@@ -89,7 +89,7 @@ class Controller:
             self._prometheus = Prometheus(run)
             self._children.append(Child(run, self._prometheus, last.prometheus if last else None, is_placed))
         if deployment.chat_page is not None and has_folder and "ui" not in self._placed:
-            self._children.append(Child(run, ChatPage(run), last.ui if last else None, is_placed))
+            self._children.append(Child(run, ChatPage(run, is_placed), last.ui if last else None, is_placed))
 
     def run_until_stopped(self) -> None:
         for child in self._children:

@@ -53,6 +53,10 @@ class Prometheus:
         if self._deployment.observe.grafana:
             write_grafana(self._run.path / "grafana", url)
 
+    def outdated(self) -> str | None:
+        """It reads its targets again when they change."""
+        return None
+
     def _near(self, machines: Iterable[MachineReading]) -> list[MachineReading]:
         """An exporter of this machine is asked on loopback: the name of a host need not lead to it."""
         own = socket.gethostname()
