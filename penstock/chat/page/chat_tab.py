@@ -16,6 +16,7 @@ import gradio
 import msgspec
 from msgspec.structs import replace
 
+from penstock.chat import files
 from penstock.chat.conversation import Conversation, Turn
 from penstock.chat.page.answering import Order, Shown, conversation_boxes, obey
 from penstock.chat.page.config import PageConfig
@@ -108,7 +109,7 @@ class ChatTab:
         return [_boxes(conversation_boxes(conversation)), *self._panel.values(conversation.settings)]
 
     def _read(self, given: str) -> Conversation:
-        conversation = msgspec.json.decode(given, type=Conversation)
+        (conversation,) = files.from_json(given)
         is_new = not conversation.turns and not conversation.settings.model
         return replace(conversation, settings=self._panel.first()) if is_new else conversation
 

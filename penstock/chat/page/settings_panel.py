@@ -66,8 +66,8 @@ class Panel:
     def settings(self, before: Settings, values: list[Any]) -> Settings:
         """What the components say; `before` keeps what has no component. Raises UserError."""
         model, system, has_system, max_tokens, *numbers, stop, thinking, json_mode = values
-        figures = {name: _parsed(name, text) for name, text in zip(_NUMBERS, numbers, strict=True)}
-        return replace(
+        figures = {name: parameters.number(name, text or "") for name, text in zip(_NUMBERS, numbers, strict=True)}
+        settings = replace(
             before,
             model=model or None,
             system=system or None,
@@ -78,6 +78,9 @@ class Panel:
             json_mode=bool(json_mode),
             **figures,
         )
+        for problem in parameters.problems(settings):
+            raise UserError(problem.message, hint=problem.hint)
+        return settings
 
 
 def _number(name: str) -> Any:
@@ -86,16 +89,3 @@ def _number(name: str) -> Any:
     return gradio.Textbox(
         "", label=bound.label, info=bound.text, placeholder="the server's default", max_lines=1, interactive=True
     )
-
-
-def _parsed(name: str, text: str) -> float | int | None:
-    """Raises UserError for what is no number."""
-    text = (text or "").strip()
-    if not text:
-        return None
-    bound = parameters.bound(name)
-    try:
-        return int(text) if bound.is_whole else float(text.replace(",", "."))
-    except ValueError:
-        kind = "a whole number" if bound.is_whole else "a number"
-        raise UserError(f'{bound.label} is "{text[:40]}", not {kind}') from None

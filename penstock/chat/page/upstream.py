@@ -65,6 +65,18 @@ class Upstream:
         """As `stream_chat`, for a raw prompt."""
         return self._stream("/v1/completions", key, {"prompt": prompt, **fields})
 
+    async def count(self, key: str | None, messages: Sequence[Message], model: str | None) -> object:
+        """What POST /tokenize answers, for `failures.counted`; None where the server does not count."""
+        body = msgspec.json.encode({"model": model, "messages": [*messages]})
+        headers = {"content-type": "application/json", **_authorization(key)}
+        try:
+            response = await self._http.post(
+                f"{self.base_url}/tokenize", content=body, headers=headers, timeout=_CONNECT_S
+            )
+            return decode_json(response.content, "the count") if response.is_success else None
+        except (httpx.HTTPError, PenstockError):
+            return None
+
     async def _stream(self, path: str, key: str | None, fields: Mapping[str, object]) -> Answer:
         sent_at, url, reader = time.perf_counter(), self.base_url + path, None
         body = msgspec.json.encode({**fields, "stream": True, "stream_options": {"include_usage": True}})
