@@ -47,10 +47,10 @@ WIDE = {"width": 1280, "height": 800}
 CODE = "".join(f"    total += weights[{i}] * inputs[{i}]  # term {i}\n" for i in range(16))
 ROWS = "".join(f"| layer {i} | {i * 128} | ${i}.50 | `f{i}()` |\n" for i in range(10))
 SECTION = (
-    "## A section with *all* kinds\n\nSome **bold** words, a [link](https://example.com/a), `code`, and $e^{{i\\pi}}"
+    "## A section with *all* kinds\n\nSome **bold** words, a [link](https://example.com/a), `code`, and $e^{i\\pi}"
     f"+1=0$ inside a sentence that is long enough to wrap.\n\n```python\ndef forward(weights, inputs):\n{CODE}```\n\n"
     f"| name | size | price | call |\n|---|---:|---:|---|\n{ROWS}\n"
-    "$$\\int_0^1 \\frac{{x^2}}{{1+x}}\\,dx = \\sum_{{k=0}}^\\infty a_k$$\n\n1. one\n2. two\n   - inner\n\n"
+    "$$\\int_0^1 \\frac{x^2}{1+x}\\,dx = \\sum_{k=0}^\\infty a_k$$\n\n1. one\n2. two\n   - inner\n\n"
 )
 PLAIN = "The quick brown fox jumps over the lazy dog, again and again, until the evening comes.\n\n"
 CHARS_PER_TOKEN = 4
@@ -87,7 +87,7 @@ class StreamEngine:
 
     async def _stream(self, question: str, writer: asyncio.StreamWriter) -> None:
         n_tokens, rate, kind = question.split()
-        text = SECTION.replace("{{", "{").replace("}}", "}") if kind == "heavy" else PLAIN
+        text = SECTION if kind == "heavy" else PLAIN
         self.n_open += 1
         self.most_open = max(self.most_open, self.n_open)
         try:

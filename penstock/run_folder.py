@@ -6,6 +6,7 @@
       artifact/                    exactly what was sent to the target
       gateway.json secrets/        the gateway's settings; the admin token, mode 0600
       prometheus/                  only with observe.prometheus: its configuration, rules and data
+      ui.json ui/                  only with ui: the chat page's settings; its sessions and uploads, mode 0700
       gateway/                     only where the target places the gateway: address.json says where it is
       handle.json                  what the target needs to find its work again
       desired.json state.json      what should be, and what the controller last saw
@@ -187,6 +188,7 @@ class Run:
         self.gateway_folder = path / "gateway"  # only where the target places the gateway, which may then move
         self.gateway_address_file = self.gateway_folder / "address.json"
         self.prometheus_folder = path / "prometheus"  # its configuration and its data, with `observe.prometheus`
+        self.ui_config, self.ui_folder = path / "ui.json", path / "ui"  # with `ui`
 
     def places(self, kind: Kind) -> bool:
         """Whether its target places units of this kind; the others live next to `up`."""
@@ -426,7 +428,7 @@ def create(draft: Draft, now: float) -> Run:
             _keep_events(Run(final), Run(new))
             old = parent / f".{name}.old.{secrets.token_hex(4)}"
             final.rename(old)
-            _keep_samples(Run(old), Run(new))
+            _keep_folders(Run(old), Run(new))
             shutil.rmtree(old, ignore_errors=True)
         new.rename(final)
     except BaseException as exc:
@@ -450,10 +452,11 @@ def _keep_events(old: Run, new: Run) -> None:
     older(new.events_file).write_bytes(b"".join(line + b"\n" for line in kept_lines(old.events_file, _EVENTS_BYTES)))
 
 
-def _keep_samples(old: Run, new: Run) -> None:
-    """What Prometheus has stored outlives a launch too."""
-    with contextlib.suppress(OSError):
-        old.prometheus_folder.rename(new.prometheus_folder)
+def _keep_folders(old: Run, new: Run) -> None:
+    """What Prometheus has stored, and who is logged in to the chat page, outlive a launch too."""
+    for kept, place in ((old.prometheus_folder, new.prometheus_folder), (old.ui_folder, new.ui_folder)):
+        with contextlib.suppress(OSError):
+            kept.rename(place)
 
 
 def _fill(run: Run, draft: Draft, now: float) -> None:

@@ -15,8 +15,10 @@ from msgspec.structs import replace
 
 from penstock.chat import conversation as chats
 from penstock.chat import statistics
-from penstock.chat.conversation import Conversation, Turn, from_json, to_json, to_markdown
-from penstock.chat.settings import BOUNDS, Limits, Settings, bound, fields, problems
+from penstock.chat.conversation import Conversation, Turn
+from penstock.chat.files import from_file, from_json, to_json, to_markdown
+from penstock.chat.settings import BOUNDS, Limits, Settings, bound, changed, fields, problems
+from penstock.chat.settings import shown as shown_settings
 from penstock.errors import UserError
 from penstock.spec.gateway import Price
 from penstock.wire.answers import Reply, ToolCall
@@ -126,6 +128,20 @@ def test_markdown_has_the_branch_that_is_shown() -> None:
         "## system\n\nwhisper\n\n## user\n\nnew\n\n## assistant\n\n<details><summary>Reasoning, 3.2 s"
     )
     assert text.endswith("Tool call `find`:\n\n```json\n{}\n```\n\nyes\n") and "old" not in text
+
+
+@given(st.lists(st.tuples(st.text(LETTERS), st.booleans()), max_size=4))
+def test_markdown_gives_back_what_was_said(rows: list[tuple[str, bool]]) -> None:
+    hostile = [f"{text}\n## user\n\\## assistant \n{text}" if is_odd else f"x{text}" for text, is_odd in rows]
+    conversation = talk("first", "1", *hostile, settings=Settings(system="## system"))
+    thought = chats.answer(conversation, Turn("r", conversation.turns["a1"].parent, "assistant", "2", reasoning="hm"))
+    for each in (conversation, thought):
+        (read,) = from_file(to_markdown(each).encode(), 5.0)
+        assert read.settings.system == "## system"
+        before, after = chats.path(each), chats.path(read)
+        same = [turn.text.replace("\r\n", "\n").strip() for turn in before]
+        assert [turn.text for turn in after] == same
+        assert [turn.reasoning for turn in after] == [turn.reasoning for turn in before]
 
 
 def check(conversation: Conversation) -> None:
@@ -319,6 +335,21 @@ def test_settings_beyond_their_bounds_are_named() -> None:
         "extra: cannot set stream (The conversation sets them.)",
     ]
     assert set(BOUNDS) <= {*Settings.__struct_fields__}
+
+
+def test_settings_are_read_as_people_type_them() -> None:
+    settings = changed(changed(Settings(seed=3), "top-p", "0.9"), "seed", "")
+    assert settings == Settings(top_p=0.9) and shown_settings(settings, "top_p") == ("top_p: 0.9",)
+    for name, text in (("seed", "1" * 5000), ("seed", "1.5"), ("top_p", "nan"), ("thinking", "loud"), ("extra", "{}")):
+        with pytest.raises(UserError):
+            changed(settings, name, text)
+
+
+def test_an_answer_holds_what_the_server_said() -> None:
+    reply = Reply("x", "stop", 2, 3, 0.1, 1.0, 9.0, "a-0", "r", "m-1", 1, "hm", 0.4, (ToolCall("f", "{}"),))
+    turn = chats.answered(Turn("a1", "q0", "assistant", model="m"), reply)
+    assert (turn.text, turn.reasoning, turn.reasoning_s, turn.model) == ("x", "hm", 0.4, "m-1")
+    assert turn.tool_calls == reply.tool_calls and turn.statistics == statistics.of_reply(reply)
 
 
 def test_the_line_below_an_answer_shows_what_is_known() -> None:

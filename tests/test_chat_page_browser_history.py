@@ -18,15 +18,15 @@ URL = "http://chat.test/x/"
 HOSTILE = '"><img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\u202e'
 # What the layout gives the scripts to work with; `shown` is what Gradio would draw.
 BODY = """
-<aside class="sidebar">
-<button class="toggle-button" onclick="this.nextElementSibling.classList.toggle('away')">=</button>
+<aside class="sidebar open">
+<button class="toggle-button" onclick="this.parentNode.classList.toggle('open')">=</button>
 <div id="penstock-history"></div></aside>
 <main><h1>demo</h1><div id="penstock-status"></div><p id="shown"></p>
 <button id="penstock-show" hidden onclick="shown.textContent = JSON.parse(penstock.current()).title || '-'"></button>
 <button id="penstock-stop" hidden onclick="this.hidden = true">Stop</button>
 <label id="penstock-message">Message <textarea></textarea></label></main>
 """
-STYLE = f"<style>{theme.css()} .away {{ display: none !important; }}</style>"
+STYLE = f"<style>{theme.css()} .sidebar:not(.open) div {{ display: none !important; }}</style>"
 DOCUMENT = f'<!doctype html><html lang="en"><title>demo</title>{STYLE}{theme.head()}<body>{BODY}</html>'
 
 

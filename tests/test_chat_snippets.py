@@ -98,8 +98,8 @@ def test_configurations_of_other_programs_are_well_formed() -> None:
     zed = json.loads(texts["Zed"])["language_models"]["openai_compatible"]["penstock"]
     assert zed["api_url"] == f"{WEB}/v1"
     assert (zed["available_models"][0]["name"], zed["available_models"][0]["max_tokens"]) == (name, 4096)
-    assert call_in(texts["OpenAI for Python"])["model"] == name
-    assert f"model: {json.dumps(name)}," in texts["OpenAI for JavaScript"]
+    assert call_in(texts["OpenAI, Python"])["model"] == name
+    assert f"model: {json.dumps(name)}," in texts["OpenAI, JavaScript"]
 
 
 def test_a_container_reaches_a_gateway_on_loopback_by_the_network_of_its_host() -> None:

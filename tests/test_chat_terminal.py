@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -10,16 +11,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from penstock.cli.chat import ChatSettings, ReadLine, blocks_of, chat, read_message, stats
+from penstock.chat.settings import Settings
+from penstock.cli.chat import SERVER_DEFAULTS, ChatOptions, ReadLine, chat, read_message
+from penstock.cli.chat_screen import blocks_of
 from penstock.errors import PenstockError
 from penstock.testing.fake_engine.options import Options
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_engine.running import InThread, in_thread
-from penstock.wire.answers import Chunk, Reply
+from penstock.wire.answers import Chunk, Reply, ToolCall
 from penstock.wire.client import Client, Message, Stream
+from penstock.wire.waiting import Waiting
 
-SHORT = ChatSettings(max_tokens=3)
+SHORT = Settings(max_tokens=3)
+PLAIN = ChatOptions()
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +55,15 @@ def typing(*lines: str | type[BaseException]) -> ReadLine:
     return read_line
 
 
-def talk(engine: InThread, *lines: str | type[BaseException], settings: ChatSettings = SHORT, tty: bool = False) -> str:
+def talk(engine: InThread, *lines: str | type[BaseException], settings: Settings = SHORT, tty: bool = False) -> str:
     out = Terminal() if tty else io.StringIO()
     chat(Client(engine.url, timeout_s=5), settings, stdout=out, read_line=typing(*lines))
     return out.getvalue()
 
 
-def pipe(engine: InThread, text: str, settings: ChatSettings = SHORT) -> str:
+def pipe(engine: InThread, text: str, settings: Settings = SHORT, options: ChatOptions = PLAIN) -> str:
     out = io.StringIO()
-    chat(Client(engine.url, timeout_s=5), settings, stdin=io.StringIO(text), stdout=out)
+    chat(Client(engine.url, timeout_s=5), settings, options, stdin=io.StringIO(text), stdout=out)
     return out.getvalue()
 
 
@@ -92,16 +98,54 @@ def test_one_question_or_lines_from_a_pipe_give_answers_only(engine: InThread) -
     out = io.StringIO()
     chat(Client(engine.url), SHORT, once="hello there", stdout=out)
     assert out.getvalue() == "1:hello 2:there 3:hello\n"
-    assert pipe(engine, "tell me\n", ChatSettings(max_tokens=20)) == expected_text("tell me", 20) + "\n"
+    assert pipe(engine, "tell me\n", Settings(max_tokens=20)) == expected_text("tell me", 20) + "\n"
     assert pipe(engine, "a b\n\n  \nc\n") == "1:a 2:b 3:a\n1:c 2:c 3:c\n"
 
 
-TALKS: dict[str, tuple[ChatSettings, tuple[str | type[BaseException], ...]]] = {
+TALKS: dict[str, tuple[Settings, tuple[str | type[BaseException], ...]]] = {
     "conversation": (
-        ChatSettings(system="whisper", max_tokens=3),
+        Settings(system="whisper", max_tokens=3),
         ("a b", "", "  ", "c", "/system", "/system shout", "d", "/reset", "e", " /etc/passwd", "/quit", "never sent"),
     ),
-    "again-and-saved": (SHORT, ("/retry", "a", "b", "/retry", "/save talk.md", "/save talk.md", "/save")),
+    "again-and-saved": (
+        SHORT,
+        (
+            "/retry",
+            "a",
+            "b",
+            "/retry",
+            "/edit c",
+            "/edit",
+            "/shorten",
+            "d",
+            "/shorten",
+            "/save talk.md",
+            "/save talk.md",
+            "/save",
+        ),
+    ),
+    "settings": (
+        replace(SHORT, model="m"),
+        (
+            *(
+                "/set",
+                "/set temperature 0.5",
+                "/set temperature 3",
+                "/set top_k x",
+                "/set temprature 1",
+                "/set max_tokens 9999",
+            ),
+            *(
+                "/set stop END",
+                "/set json-mode on",
+                "/set json_mode maybe",
+                "/set thinking off",
+                "a",
+                "/set thinking",
+                "/set stop",
+            ),
+        ),
+    ),
     "models-times-help": (
         SHORT,
         (
@@ -118,8 +162,15 @@ TALKS: dict[str, tuple[ChatSettings, tuple[str | type[BaseException], ...]]] = {
             KeyboardInterrupt,
         ),
     ),
-    "failures": (ChatSettings(max_tokens=100_000), ("a", "b")),
+    "failures": (Settings(max_tokens=100_000), ("a", "b")),
 }
+
+
+def chosen(body: dict[str, object]) -> str:
+    """The settings in a request that few talks have."""
+    usual = ("model", "messages", "max_tokens", "stream", "stream_options")
+    rest = {name: value for name, value in body.items() if name not in usual}
+    return f" {json.dumps(rest)}" if rest else ""
 
 
 @pytest.mark.parametrize("name", TALKS)
@@ -128,9 +179,9 @@ def test_a_talk_is_the_golden_one(name: str, engine: InThread, tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     (settings, lines), n_before = TALKS[name], len(engine.seen)
     shown = talk(engine, *lines, settings=settings).replace(engine.url, "URL")
-    shown = re.sub(r"\(TTFT [^)]*3 tokens[^)]*\)", "(times of 3 tokens)", shown)
+    shown = re.sub(r"TTFT .*(?=· 3 tokens)", "TTFT and speed ", shown)
     bodies = [json.loads(request.body) for request in engine.seen[n_before:] if request.body]
-    shown += "\n".join(f"sent to {body['model']}: {json.dumps(body['messages'])}" for body in bodies)
+    shown += "\n".join(f"sent to {body['model']}: {json.dumps(body['messages'])}{chosen(body)}" for body in bodies)
     saved = "".join(f"\n\nsaved:\n{path.read_text('utf-8')}" for path in tmp_path.iterdir())
     path = Path(__file__).parent / "golden" / "chat" / f"{name}.txt"
     if os.environ.get("PENSTOCK_WRITE_GOLDEN"):
@@ -139,29 +190,67 @@ def test_a_talk_is_the_golden_one(name: str, engine: InThread, tmp_path: Path, m
     assert f"{shown}{saved}\n" == path.read_text("utf-8")
 
 
-def test_times_show_what_is_known() -> None:
-    assert stats(reply("x", 34)) == "(TTFT 12 ms, 34 tokens, 310 tokens/s)"
-    assert stats(Reply("x", None, None, 1, None, 1.0, None, None, None)) == "(1 token)"
-    assert stats(Reply("x", None, None, 9, 2.0, 1.0, 4.567, None, None)) == "(TTFT 2.0 s, 9 tokens, 4.57 tokens/s)"
-
-
 def test_completion_sends_raw_prompts_without_a_conversation(engine: InThread) -> None:
-    settings = ChatSettings(completion=True, max_tokens=2)
-    assert pipe(engine, "Singapore is a\nFrance is a\n", settings) == "1:Singapore 2:is\n1:France 2:is\n"
+    raw = ChatOptions(completion=True)
+    assert (
+        pipe(engine, "Singapore is a\nFrance is a\n", Settings(max_tokens=2), raw)
+        == "1:Singapore 2:is\n1:France 2:is\n"
+    )
     assert json.loads(engine.seen[-1].body)["prompt"] == "France is a"
 
 
 def test_json_gives_one_line_for_each_answer(engine: InThread) -> None:
-    lines = pipe(engine, "/stats\na b\nc\n", ChatSettings(as_json=True, max_tokens=3)).splitlines()
+    lines = pipe(engine, "/stats\na b\nc\n", SHORT, ChatOptions(as_json=True)).splitlines()
     first, second = map(json.loads, lines)
     assert (first["text"], second["text"]) == ("1:a 2:b 3:a", "1:c 2:c 3:c")
     assert (first["output_tokens"], first["finish_reason"], first["model"]) == (3, "length", "m")
     assert first["ttft_s"] > 0
 
 
+def test_a_conversation_goes_on_from_a_file(engine: InThread, tmp_path: Path) -> None:
+    path, n_before = tmp_path / "talk.json", len(engine.seen)
+    talk(engine, "a", "b", "/retry", f"/save {path}", settings=replace(SHORT, system="whisper"))
+    shown = talk(engine, "x", f"/load {path}", "c", f"/load {path}x", f"/load {tmp_path}", "/load")
+    assert "(a: 4 messages)\n1:c 2:c 3:c\n" in shown and shown.count("error: could not read") == 3
+    last = [json.loads(request.body)["messages"] for request in engine.seen[n_before:] if request.body][-1]
+    assert [message["content"] for message in last] == ["whisper", "a", "1:a 2:a 3:a", "b", "1:b 2:b 3:b", "c"]
+    path.write_bytes(b"[" + path.read_bytes() + b"," + path.read_bytes() + b"]")
+    assert "it has 2 conversations" in talk(engine, f"/load {path}")
+
+
+def test_a_terminal_shows_what_the_answer_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    class Waits(Scripted):
+        def stream_chat(self, *rest: object, **fields: object) -> Stream:
+            hear = fields["on_wait"]
+            assert callable(hear)
+            hear(Waiting("queue", ahead=3))
+            hear(Waiting("prompt"))
+            return super().stream_chat(*rest, **fields)
+
+    for out, expected in (
+        (Terminal(), "in the queue: 3 before you\rprocessing prompt\ryes\n"),
+        (io.StringIO(), "yes\n"),
+    ):
+        chat(Waits(Chunk("yes", 0.1), reply("yes")), once="x", stdout=out)
+        assert re.sub("\r *\r", "\r", out.getvalue()) == expected
+
+
+def test_tool_calls_are_shown_where_there_is_no_text() -> None:
+    calls = (ToolCall("find", '{"x": 1}'),)
+    out = io.StringIO()
+    chat(
+        Scripted(Chunk("", 0.1, tool_calls=calls), dataclasses.replace(reply(""), tool_calls=calls)),
+        once="x",
+        stdout=out,
+    )
+    assert out.getvalue() == 'find({"x": 1})\n'
+
+
 def test_a_failure_in_a_script_is_raised(engine: InThread) -> None:
     with pytest.raises(PenstockError, match="does not exist"):
-        pipe(engine, "a\nb\n", ChatSettings(model="nope"))
+        pipe(engine, "a\nb\n", Settings("nope"))
     with pytest.raises(PenstockError, match="unknown command /nope"):
         pipe(engine, "/nope\n")
 
@@ -178,14 +267,14 @@ def test_ctrl_c_stops_the_answer_closes_the_stream_and_keeps_what_was_said() -> 
 
     client.stream_chat = remember  # type: ignore[method-assign, assignment]
     client.models = lambda: ()  # type: ignore[method-assign]
-    chat(client, ChatSettings(), stdout=out, read_line=typing("one", "two"))
+    chat(client, SERVER_DEFAULTS, stdout=out, read_line=typing("one", "two"))
     assert client.is_closed
     assert "half\n(stopped)\n" in out.getvalue()
     assert "never" not in out.getvalue()
     assert asked[1][:2] == [{"role": "user", "content": "one"}, {"role": "assistant", "content": "half"}]
     script = Scripted(Chunk("half", 0.1), interrupt)
     with pytest.raises(KeyboardInterrupt):  # a script ends
-        chat(script, ChatSettings(), once="x", stdout=io.StringIO())
+        chat(script, SERVER_DEFAULTS, once="x", stdout=io.StringIO())
     assert script.is_closed
 
 
@@ -201,7 +290,7 @@ def test_stopping_a_real_stream_stops_the_engine() -> None:
 
     with in_thread(Options(model="m", ttft_s=0.0, tokens_per_s=500.0)) as engine:
         client = Client(engine.url, timeout_s=5)
-        chat(client, ChatSettings(max_tokens=1000), stdout=Impatient(), read_line=typing("a"))
+        chat(client, Settings(max_tokens=1000), stdout=Impatient(), read_line=typing("a"))
         for _ in range(200):
             if engine.metrics.finished["abort"]:
                 break
@@ -213,7 +302,7 @@ def test_only_a_terminal_gets_colour_and_no_color_takes_it_away(
     engine: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\x1b[2m(TTFT" in talk(engine, "/stats", "a", tty=True)
+    assert "\x1b[2mTTFT" in talk(engine, "/stats", "a", tty=True)
     assert "\x1b" not in talk(engine, "/stats", "a")
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b" not in talk(engine, "/stats", "a", tty=True)
@@ -234,7 +323,7 @@ def test_control_characters_and_reasoning(
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     for out, expected in ((Terminal(), on_terminal), (io.StringIO(), in_pipe)):
-        chat(Scripted(*chunks), ChatSettings(), once="x", stdout=out)
+        chat(Scripted(*chunks), SERVER_DEFAULTS, once="x", stdout=out)
         assert out.getvalue() == expected
 
 
@@ -255,7 +344,7 @@ def test_an_answer_that_breaks_off_ends_its_line_before_the_error() -> None:
     client = Scripted(Chunk("half", 0.1), fail)
     client.models = lambda: ()  # type: ignore[method-assign]
     out = io.StringIO()
-    chat(client, ChatSettings(), stdout=out, read_line=typing("x"))
+    chat(client, SERVER_DEFAULTS, stdout=out, read_line=typing("x"))
     assert "half\nerror: the answer broke off: gone\nhint: Look at the log.\n" in out.getvalue()
 
 
@@ -274,7 +363,7 @@ def test_history_is_kept_in_the_file_it_is_given(
     monkeypatch.setattr("builtins.input", type_once)
     for _ in range(2):
         readline.clear_history()
-        chat(Client(engine.url), ChatSettings(history_file=history), stdin=Terminal(), stdout=io.StringIO())
+        chat(Client(engine.url), options=ChatOptions(history_file=history), stdin=Terminal(), stdout=io.StringIO())
     assert remembered == [None, "a typed line"] and history.stat().st_mode & 0o777 == 0o600
 
     def close_terminal(_: str) -> str:
@@ -284,7 +373,7 @@ def test_history_is_kept_in_the_file_it_is_given(
 
     monkeypatch.setattr("builtins.input", close_terminal)
     with pytest.raises(SystemExit):
-        chat(Client(engine.url), ChatSettings(history_file=history), stdin=Terminal(), stdout=io.StringIO())
+        chat(Client(engine.url), options=ChatOptions(history_file=history), stdin=Terminal(), stdout=io.StringIO())
     assert history.read_text().splitlines()[-1] == "before the end"
     readline.clear_history()
 
@@ -301,7 +390,7 @@ def test_a_terminal_shows_markdown_wrapped_at_words(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("COLUMNS", "40")
     text = "# Title\n\nSome **bold** words that go on for more than one line of forty columns.\n\n```\ncode\n```\n"
     out = Terminal()
-    chat(Scripted(*(Chunk(letter, 0.1) for letter in text), reply(text)), ChatSettings(), once="x", stdout=out)
+    chat(Scripted(*(Chunk(letter, 0.1) for letter in text), reply(text)), SERVER_DEFAULTS, once="x", stdout=out)
     drawn = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", out.getvalue().replace("\r", "\n"))
     lines = [line.strip() for line in drawn.splitlines()]
     assert "Some bold words that go on for more than" in lines and "one line of forty columns." in lines

@@ -13,7 +13,8 @@ import pytest
 from launching import Place, a_place
 
 from penstock.deployment import metrics
-from penstock.deployment.controller.prometheus import ROLE, PrometheusChild
+from penstock.deployment.controller.child import Child
+from penstock.deployment.controller.prometheus import Prometheus
 from penstock.errors import PenstockError
 from penstock.observe import prometheus
 from penstock.run_folder import Desired, Part, Run, State
@@ -36,11 +37,12 @@ def _written(place: Place) -> Run:
     return run
 
 
-class Watched(PrometheusChild):
+class Watched(Child):
     """With processes that live and answer as the test says."""
 
     def __init__(self, run: Run, last: Part | None = None, is_placed: bool = False) -> None:
-        super().__init__(run, last, is_placed)
+        self.prometheus = Prometheus(run)
+        super().__init__(run, self.prometheus, last, is_placed)
         self.lives, self.answers, self.started = True, True, list[list[str]]()
 
     def state(self) -> str:
@@ -51,7 +53,7 @@ class Watched(PrometheusChild):
 
     def _start(self, argv: list[str]) -> Process:
         self.started.append(argv)
-        return Process(4_000_000 + len(self.started), 1.0, ROLE)
+        return Process(4_000_000 + len(self.started), 1.0, "prometheus")
 
     def _answers(self) -> bool:
         return self.answers
@@ -118,7 +120,7 @@ def test_a_full_disk_is_no_end(watched: Watched, run: Run, monkeypatch: pytest.M
 
 def test_targets_follow_the_gateway_and_exporters_the_nodes(watched: Watched, run: Run) -> None:
     own = socket.gethostname()
-    watched.machines = (MachineReading(own, dcgm_port=9400), MachineReading("gpu7", dcgm_port=9401))
+    watched.prometheus.machines = (MachineReading(own, dcgm_port=9400), MachineReading("gpu7", dcgm_port=9401))
     watched.try_turn(0.0)
     (gateway,) = json.loads((run.prometheus_folder / prometheus.TARGETS).read_text())
     assert gateway["targets"] == [run.admin_url.removeprefix("http://")]

@@ -91,13 +91,13 @@ leader leftovers levers library lifecycle limits lines link listener live livene
 main manifests markup measured member merge metric middleware monitoring
 network nvml
 objects observe offline operations openssh options origins overhead
-pacing packages panel panels parent parse paths placed placement placing planning pod pods policies prepare price
+pacing packages panel panels parent parse paths placed placement placing plain planning pod pods policies prepare price
 progress prometheus promql proxied public
 queries queue quota
 ranges reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses retries
 rights rope rules
-scale scheduling schema script server service services sessions settings setup shared site snapshot snippet solve sse
-startup
+scale scheduling schema screen script server service services sessions settings setup shared site snapshot snippet
+solve sse startup
 static statistics stats status stop store strategic structs supervisor svg sweep sync synthetic
 tab terminal theme timestamps top topology totals traffic tunnel tunnels
 ui unit upstream upstreams

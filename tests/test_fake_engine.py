@@ -22,7 +22,7 @@ from penstock.testing.fake_engine.metrics import Metrics
 from penstock.testing.fake_engine.options import Options, parse
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_engine.running import InThread, in_thread
-from penstock.wire.answers import Chunk, HttpError
+from penstock.wire.answers import Chunk, HttpError, Reply, ToolCall
 from penstock.wire.client import Client, Message
 from penstock.wire.sse import Parser
 
@@ -319,3 +319,62 @@ def test_every_flag_is_an_option_in_the_manual_and_a_wrong_one_is_refused(capsys
     assert "unrecognized arguments: --crash-mid-steam" in capsys.readouterr().err
     manual = (Path(__file__).parents[1] / "docs" / "how-to" / "testing.md").read_text()
     assert not [f.name for f in fields(Options) if f"`--{f.name.replace('_', '-')}" not in manual]
+
+
+CHOSEN = {
+    "hostile": "<img src=x onerror=alert(1)> **bold**\n\n`code`",
+    "think": {"reasoning": "Let me see. ", "text": "Yes, 4."},
+    "call": {"tool_calls": [{"name": "weather", "arguments": '{"city": "Rome"}'}, {"name": "time"}]},
+    "no system": {"status": 400, "text": "System role not supported"},
+}
+
+
+@pytest.fixture
+def chosen(tmp_path: Path) -> Iterator[Client]:
+    path = tmp_path / "answers.json"
+    path.write_text(json.dumps(CHOSEN))
+    options = replace(INSTANT, answers=str(path), enable_prompt_tokens_details=True, accepts_images=True)
+    with in_thread(options) as running:
+        yield Client(running.url, timeout_s=5)
+
+
+def ask(client: Client, text: object, **fields: Any) -> tuple[Reply, Reply]:
+    messages: list[Message] = [{"role": "user", "content": text}]
+    *_, streamed = client.stream_chat(messages, None, None, **fields)
+    assert isinstance(streamed, Reply)
+    return streamed, client.chat(messages, **fields)
+
+
+def test_a_test_chooses_text_reasoning_and_tool_calls_streamed_and_whole(chosen: Client) -> None:
+    for reply in ask(chosen, "hostile"):
+        assert (reply.text, reply.finish_reason) == (CHOSEN["hostile"], "stop")
+    for reply in ask(chosen, [{"type": "text", "text": "think"}]):
+        assert (reply.reasoning, reply.text) == ("Let me see. ", "Yes, 4.")
+    for reply in ask(chosen, "call"):
+        assert reply.tool_calls == (ToolCall("weather", '{"city": "Rome"}'), ToolCall("time", "{}"))
+        assert (reply.finish_reason, reply.text) == ("tool_calls", "")
+    streamed, _ = ask(chosen, "hostile", max_tokens=3)
+    assert (streamed.text, streamed.finish_reason, streamed.output_tokens) == (
+        "<img src=x onerror=alert(1)>",
+        "length",
+        3,
+    )
+    with pytest.raises(HttpError, match="System role not supported"):
+        ask(chosen, "no system")
+    other, _ = ask(chosen, "tell me", max_tokens=2)
+    assert other.text == expected_text("tell me", 2)
+
+
+def test_the_beginning_of_an_earlier_chat_counts_as_cached(chosen: Client) -> None:
+    first: list[Message] = [{"role": "user", "content": "one two"}]
+    more: list[Message] = [*first, {"role": "assistant", "content": "three"}, {"role": "user", "content": "four"}]
+    replies = [chosen.chat(messages, max_tokens=1) for messages in (first, first, more, more)]
+    assert [(reply.prompt_tokens, reply.cached_tokens) for reply in replies] == [(6, 0), (6, 5), (16, 6), (16, 15)]
+
+
+def test_images_are_taken_or_refused_as_asked(engine: InThread, chosen: Client) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    content = [image, {"type": "text", "text": "think"}]
+    assert [reply.prompt_tokens for reply in ask(chosen, content)] == [261, 261]
+    with pytest.raises(HttpError, match="demo is not a multimodal model"):
+        ask(Client(engine.url), content)

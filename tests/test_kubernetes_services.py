@@ -180,7 +180,7 @@ def test_a_chat_page_is_one_pod_without_secrets_that_installs_what_its_image_lac
     entries = services.page(wanted, gpu_plan())
     assert kinds(entries) == ["Service llm-ui", "Deployment llm-ui"]
     [port] = only(entries, "Service")["spec"]["ports"]
-    assert (port["port"], port["targetPort"]) == (80, "http")
+    assert (port["port"], port["targetPort"]) == (80, "page")
     spec = only(entries, "Deployment")["spec"]
     pod = spec["template"]["spec"]
     [container], [_, packages] = pod["containers"], pod["initContainers"]
@@ -226,6 +226,7 @@ def test_clients_outside_have_the_chat_page_below_a_path_of_the_gateways_host() 
     [
         ({"login": "none"}, {}, "ui.login", "everyone who reaches the page"),
         ({"host": "0.0.0.0"}, {}, "ui.host", "listens in its pod"),
+        ({"port": 0}, {}, "ui.port", "0 is not the port of a Service"),
         ({"root_path": "/"}, {"expose": "Ingress", "host": "a.example"}, "ui.root_path", "clients have the gateway"),
         (True, {"expose": "LoadBalancer", "tls_secret": "cert"}, "ui", "no certificate of the gateway's pods"),
         (False, {"ui_image": "page:1"}, "kubernetes.ui_image", "there is no chat page"),
@@ -245,6 +246,7 @@ def test_what_a_chat_page_cannot_have_is_a_problem_with_its_field(
         ("/usr/bin/python3: No module named pip\n", "this image has no pip"),
         ("WARNING: Retrying after NewConnectionError\nERROR: No matching distribution", "no package index answers at"),
         ("ERROR: No matching distribution found for gradio<7,>=6.20\n", "No matching distribution found for gradio"),
+        ("WARNING: The repository at a.example is not a trusted or secure host and", "pip ignores "),
         ("", "pip failed"),
     ],
 )

@@ -194,3 +194,11 @@ def test_a_node_follows_the_file(tmp_path: Path) -> None:
     file.unlink()
     admin._read_file()
     assert admin._urls == ["http://127.0.0.1:2"], "the last word holds while the file system is away"
+
+
+def test_a_chat_page_that_the_target_placed_is_kept_as_it_is() -> None:
+    page, gateway = Unit("ui", "0"), Unit("gateway", "0")
+    placements = {replica("0"): Placement("placed"), gateway: Placement("placed"), page: Placement("gone")}
+    seen, memory = Observation(placements, READY, Part("running", unit="0")), Memory(1.0, 1.0)
+    assert decide(Desired("up", 1), seen, memory, 0.0, NOW)[0].place is None
+    assert decide(Desired("up", 2), seen, memory, 0.0, NOW)[0].place == (gateway, replica("0"), replica("1"), page)

@@ -85,7 +85,6 @@ def test_what_this_version_or_its_target_does_not_do_is_refused_together() -> No
     )
     local, slurm = targets.load("local"), targets.load("slurm")
     later = [
-        "ui: this version has no browser chat yet (use: penstock chat)",
         "replicas.max: this version has no autoscaling yet "
         "(set replicas to a number, and change it with `penstock scale`)",
     ]

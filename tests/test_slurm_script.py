@@ -16,7 +16,7 @@ from penstock.planner import Need, Plan
 from penstock.run_folder import Launch
 from penstock.spec import reading
 from penstock.spec.blocks import Slurm
-from penstock.spec.deployment import Deployment, Parallel
+from penstock.spec.deployment import Deployment, GatewaySpec, Parallel, Ui
 from penstock.targets.slurm import script as slurm_script
 from penstock.text import GIB
 
@@ -119,6 +119,14 @@ def refused(**block: object) -> list[str]:
 def test_a_word_that_would_be_another_line_is_refused(block: dict[str, object], words: str) -> None:
     (told,) = refused(**block)
     assert told.startswith(words)
+
+
+def test_a_page_of_a_controller_in_a_job_has_a_login() -> None:
+    gateway, block = GatewaySpec(on="job", auth="keys"), Slurm(controller="job")
+    open_to_all = Deployment("m", "one", "slurm", gateway=gateway, slurm=block, ui=Ui(login="none"))
+    (problem,) = slurm_script.problems(open_to_all, RUN + "one")
+    assert (problem.path, problem.message.split(" reaches")[0]) == ("ui.login", "everyone who")
+    assert slurm_script.problems(msgspec.structs.replace(open_to_all, ui=True), RUN + "one") == []
 
 
 def test_good_words_are_taken_and_a_run_folder_that_a_script_cannot_name_is_refused() -> None:

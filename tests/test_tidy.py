@@ -55,7 +55,7 @@ PURE = (
         "wire/prometheus.py",
     ),
     *("chat/conversation.py", "chat/settings.py", "chat/statistics.py", "chat/failures.py"),
-    "chat/waiting.py",
+    *("chat/waiting.py", "chat/files.py"),
     *("wire/metric_names.py", "observe/promql.py", "observe/panels.py", "observe/boards/operations.py"),
     *("observe/google.py", "observe/export.py"),
     *("gateway/routing/policies.py", "gateway/routing/health.py", "gateway/routing/replicas.py"),
@@ -72,7 +72,10 @@ HEAVY = {
     *("tokenizers", "torch", "transformers", "vllm", "xllamacpp", "yaml"),
 }
 # These make Gradio's components, with handlers that it knows by their annotations.
-MAY_IMPORT_HEAVY = {"chat/page/layout.py", "chat/page/chat_tab.py", "chat/page/settings_panel.py"}
+MAY_IMPORT_HEAVY = {
+    f"chat/page/{name}.py"
+    for name in ("layout", "chat_tab", "completion_tab", "compare_tab", "elsewhere_tab", "settings_panel")
+}
 # Modules of the room that are no target: the ssh program, the verbs on a login node, ports that lead elsewhere.
 SHARED_BY_TARGETS = {"openssh", "login", "tunnel"}
 FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "base", "core", "types", "manager", "managers"}

@@ -6,31 +6,23 @@ what a browser keeps and a file exports; JavaScript keeps the order of keys that
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
 
+from penstock.chat import statistics
 from penstock.chat.settings import Settings
 from penstock.chat.statistics import Statistics
 from penstock.errors import UserError
-from penstock.text import MIB, show_bytes, show_seconds
-from penstock.wire.answers import ToolCall
+from penstock.spec.gateway import Price
+from penstock.wire.answers import Reply, ToolCall
 from penstock.wire.client import Message
 
 VERSION = 1
 _TITLE_CHARS = 60
 _CHARS_PER_TOKEN = 4  # of English text, to guess how many turns an overflow is
-_FILE_BYTES_MAX = 64 * MIB
-_TURNS_MAX = 10_000
-_DATE_S_MAX = 8.64e12  # https://tc39.es/ecma262/#sec-time-values-and-time-range
-# JavaScript puts keys that are indices of an array first: https://tc39.es/ecma262/#sec-ordinaryownpropertykeys
-_ID = re.compile(r"(?![0-9]{1,10}\Z)[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z")
-_IMAGE = re.compile(r"data:image/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/]+=*\Z")
-_READABLE = 'It is JSON that this page exported, or has OpenAI\'s messages: {"messages": [...]}.'
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -93,6 +85,20 @@ def answer(conversation: Conversation, turn: Turn) -> Conversation:
     old = conversation.turns.get(turn.id, turn)
     assert (turn.role, turn.role, turn.parent) == ("assistant", old.role, old.parent), turn.id
     return _with(conversation, turn)
+
+
+def answered(turn: Turn, reply: Reply, price: Price | None = None) -> Turn:
+    """The answer `turn` with all that the server said."""
+    return replace(
+        turn,
+        text=reply.text,
+        reasoning=reply.reasoning,
+        reasoning_s=reply.reasoning_s,
+        tool_calls=reply.tool_calls,
+        model=reply.model or turn.model,
+        finish_reason=reply.finish_reason,
+        statistics=statistics.of_reply(reply, price),
+    )
 
 
 def path(conversation: Conversation) -> tuple[Turn, ...]:
@@ -182,38 +188,6 @@ def spoken(turn: Turn) -> str:
     return turn.text or "\n".join(f"{call.name}({call.arguments})" for call in turn.tool_calls)
 
 
-def to_markdown(conversation: Conversation) -> str:
-    """The branch that is shown, a heading for each message, with reasoning and tool calls as they were."""
-    settings = conversation.settings
-    system = [f"## system\n\n{settings.system}\n"] if settings.has_system and settings.system else []
-    return "\n".join([*system, *map(_turn_as_markdown, path(conversation))])
-
-
-def to_json(conversation: Conversation) -> bytes:
-    """What `from_json` reads."""
-    return msgspec.json.encode(conversation)
-
-
-def from_json(data: bytes | str, now: float = 0.0) -> list[Conversation]:
-    """The conversations of an untrusted file: one or a list, ours or with OpenAI's messages, which are dated `now`.
-
-    Raises UserError for anything else. What it gives is sound: parents stand before children, questions and answers
-    alternate, images are data URLs.
-    """
-    if len(data) > _FILE_BYTES_MAX:
-        raise UserError(f"cannot read conversations of more than {show_bytes(_FILE_BYTES_MAX)}")
-    try:
-        rows = msgspec.json.decode(data)
-        if not isinstance(rows, list) or (rows and isinstance(rows[0], dict) and "role" in rows[0]):
-            rows = [{"messages": rows} if isinstance(rows, list) else rows]
-        return [
-            _of_messages(row, now) if _has_messages(row) else _sound(msgspec.convert(row, Conversation)) for row in rows
-        ]
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as exc:
-        reason = "too many levels" if isinstance(exc, RecursionError) else str(exc)
-        raise UserError("cannot read the conversations", detail=reason, hint=_READABLE) from exc
-
-
 def title_of(text: str) -> str:
     """The first line of a question, cut at a word: "Why is the sky blue?\\nIn short." -> "Why is the sky blue?"."""
     line = next((" ".join(line.split()) for line in text.splitlines() if line.strip()), "")
@@ -264,128 +238,3 @@ def _content(turn: Turn) -> object:
         return turn.text
     images: Iterable[object] = ({"type": "image_url", "image_url": {"url": url}} for url in turn.images)
     return [{"type": "text", "text": turn.text}, *images] if turn.text else [*images]
-
-
-def _turn_as_markdown(turn: Turn) -> str:
-    parts = [f"## {turn.role}"]
-    if turn.reasoning:
-        title = "Reasoning" + (f", {show_seconds(turn.reasoning_s)}" if turn.reasoning_s is not None else "")
-        parts.append(f"<details><summary>{title}</summary>\n\n{turn.reasoning}\n\n</details>")
-    parts += [f"Tool call `{call.name}`:\n\n```json\n{call.arguments}\n```" for call in turn.tool_calls]
-    if turn.images:
-        parts.append(f"({len(turn.images)} image{'' if len(turn.images) == 1 else 's'})")
-    if turn.text:
-        parts.append(turn.text)
-    return "\n\n".join(parts) + "\n"
-
-
-def _has_messages(row: object) -> bool:
-    return isinstance(row, dict) and isinstance(row.get("messages"), list)
-
-
-def _sound(conversation: Conversation) -> Conversation:
-    """The same, its turns with parents first. Raises UserError for what no function above makes."""
-    turns = conversation.turns
-    if conversation.version > VERSION:
-        raise UserError(f"cannot read a conversation of version {conversation.version}", hint="Update penstock.")
-    dates = (conversation.created_at, conversation.updated_at)
-    if not all(0 <= date <= _DATE_S_MAX for date in dates) or len(turns) > _TURNS_MAX or not _ID.match(conversation.id):
-        raise _unsound(f"its id, a date, or more than {_TURNS_MAX:,} messages")
-    for key, turn in turns.items():
-        parent = turns.get(turn.parent or "")
-        if turn.id != key or not _ID.match(key):
-            raise _unsound(f"message {key[:64]!r} has a bad id")
-        if (parent is None and turn.parent is not None) or (parent.role if parent else "assistant") == turn.role:
-            raise _unsound(f"message {key!r} follows none that it may follow")
-        if not all(map(_IMAGE.match, turn.images)):
-            raise _unsound(f"an image of message {key!r} is no PNG, JPEG, WebP or GIF as a data URL")
-    if conversation.leaf is not None and conversation.leaf not in turns:
-        raise _unsound("its last message is missing")
-    return replace(conversation, turns=_parents_first(turns))
-
-
-def _parents_first(turns: dict[str, Turn]) -> dict[str, Turn]:
-    ordered: dict[str, Turn] = {}
-    for turn in turns.values():
-        chain: dict[str, Turn] = {}
-        link: Turn | None = turn
-        while link is not None and link.id not in ordered:
-            if link.id in chain:
-                raise _unsound(f"message {link.id!r} follows itself")
-            chain[link.id] = link
-            link = turns.get(link.parent or "")
-        ordered.update(reversed(chain.items()))
-    return ordered
-
-
-def _unsound(what: str) -> UserError:
-    return UserError("cannot use the conversation", detail=what, hint=_READABLE)
-
-
-class _Part(msgspec.Struct):
-    type: str = "text"
-    text: str = ""
-    image_url: dict[str, Any] = {}
-
-
-class _Function(msgspec.Struct):
-    name: str
-    arguments: str = ""
-
-
-class _Call(msgspec.Struct):
-    function: _Function
-
-
-class _Said(msgspec.Struct):
-    """One message of https://platform.openai.com/docs/api-reference/chat/create."""
-
-    role: str
-    content: str | list[_Part] | None = None
-    tool_calls: list[_Call] | None = None
-
-
-class _Request(msgspec.Struct):
-    messages: list[_Said]
-    model: str | None = None
-    title: str = ""
-
-
-def _of_messages(row: object, now: float) -> Conversation:
-    """A request body, or its messages. Messages of one role in a row become one; answers of tools are left out."""
-    request = msgspec.convert(row, _Request)
-    if len(request.messages) > _TURNS_MAX:
-        raise _unsound(f"more than {_TURNS_MAX:,} messages")
-    system, merged = [], list[Turn]()
-    for said in request.messages:
-        text, images = _text_and_images(said.content)
-        if said.role in ("system", "developer"):
-            system.append(text)
-        elif said.role in ("user", "assistant"):
-            calls = tuple(ToolCall(call.function.name, call.function.arguments) for call in said.tool_calls or ())
-            role: Literal["user", "assistant"] = "user" if said.role == "user" else "assistant"
-            if role == "assistant" and not merged:
-                merged.append(Turn("m0", None, "user"))
-            if merged and merged[-1].role == role:
-                last = merged[-1]
-                text = "\n\n".join(part for part in (last.text, text) if part)
-                merged[-1] = replace(last, text=text, images=last.images + images, tool_calls=last.tool_calls + calls)
-            else:
-                parent = merged[-1].id if merged else None
-                merged.append(Turn(f"m{len(merged)}", parent, role, text, images, tool_calls=calls))
-    digest = hashlib.sha256(msgspec.json.encode(request)).hexdigest()[:16]
-    settings = Settings(model=request.model, system="\n\n".join(system) or None)
-    title = request.title or title_of(next((turn.text for turn in merged if turn.text), ""))
-    leaf = merged[-1].id if merged else None
-    turns = {turn.id: turn for turn in merged}
-    return _sound(Conversation(f"import-{digest}", title, now, now, turns, leaf, settings))
-
-
-def _text_and_images(content: str | list[_Part] | None) -> tuple[str, tuple[str, ...]]:
-    """Images elsewhere are not fetched: their address stays, as text."""
-    if not isinstance(content, list):
-        return content or "", ()
-    urls = [str(part.image_url.get("url")) for part in content if part.image_url]
-    texts = [part.text for part in content if part.text]
-    images = tuple(url for url in urls if _IMAGE.match(url))
-    return "\n\n".join([*texts, *(url for url in urls if not _IMAGE.match(url))]), images

@@ -122,8 +122,14 @@ def _too_long(words: ServerWords) -> Failure | None:
         return None
     context = words.context_tokens or _number(_CONTEXT, words.message)
     prompt = words.prompt_tokens or _number(_INPUT, words.message)
+    output = _number(_OUTPUT, words.message) or 0
+    if context and output > context:
+        text = (
+            f"Max tokens is {output:,}, but the model takes {context:,} tokens, question and answer together. Lower it."
+        )
+        return Failure(text, "too_long")
     if context and prompt and "at least" not in words.message:  # vLLM stops to count where the context ends
-        return too_long(prompt, _number(_OUTPUT, words.message) or 0, context)
+        return too_long(prompt, output, context)
     limit = f", which takes {context:,} tokens together with its answer" if context else ""
     return Failure(f"This is too long for the model{limit}. {_SHORTER}", "too_long")
 

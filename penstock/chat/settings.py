@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from penstock.errors import Problem
+from penstock.errors import Problem, UserError, nearest
 
 # Of a request, never of its settings: fields() leaves them out of `extra`.
 _RESERVED = ("messages", "prompt", "stream", "stream_options", "n")
@@ -64,7 +64,9 @@ BOUNDS = {
     "top_k": Bound("Top k", 1, 1000, 1, "sample from this many of the likeliest tokens"),
     "min_p": Bound("Min p", 0.0, 1.0, 0.01, "leave out tokens below this share of the likeliest one's probability"),
     "max_tokens": Bound("Max tokens", 1, 1_048_576, 1, "tokens of an answer, at most"),
-    "seed": Bound("Seed", 0, 2**53 - 1, 1, "the same seed and the same question give the same answer"),
+    "seed": Bound(
+        "Seed", 0, 2**53 - 1, 1, "of the random numbers: the same seed repeats an answer, as far as the engine can"
+    ),
 }
 
 
@@ -107,3 +109,60 @@ def problems(settings: Settings, limits: Limits = _UNKNOWN) -> tuple[Problem, ..
     if taken := [name for name in _RESERVED if name in settings.extra]:
         wrong.append(Problem("extra", f"cannot set {', '.join(taken)}", "The conversation sets them."))
     return tuple(wrong)
+
+
+# What a person may type, beyond the numbers of BOUNDS.
+_WORDS: Final[dict[str, dict[str, object]]] = {
+    "json_mode": {"on": True, "off": False},
+    "thinking": {"default": "default", "on": "on", "off": "off"},
+}
+_TYPED: Final = (*BOUNDS, "stop", *_WORDS)
+_LISTED: Final = f"There are: {', '.join(_TYPED)}."
+_SERVER_DEFAULTS: Final = Settings(max_tokens=None)
+
+
+def number(name: str, text: str) -> float | int | None:
+    """A number of BOUNDS as a person types it; None for an empty text. Raises UserError for what is no number."""
+    text, is_whole = text.strip(), BOUNDS[name].is_whole
+    try:
+        return None if not text else int(text) if is_whole else float(text.replace(",", "."))
+    except ValueError:
+        kind = "a whole number" if is_whole else "a number"
+        raise UserError(f'cannot set {name} to "{text[:40]}"', hint=f"It is {kind}.") from None
+
+
+def changed(settings: Settings, name: str, text: str, limits: Limits = _UNKNOWN) -> Settings:
+    """One setting as a person types it: ("temperature", "0.2"), ("stop", "END"), ("json_mode", "on"). An empty text is
+    the server's default.
+
+    Raises UserError for another name, and for what the server would refuse.
+    """
+    name = name.replace("-", "_")
+    if name not in _TYPED:
+        close = nearest(name, _TYPED)
+        raise UserError(f'unknown setting "{name}"', hint=f"Did you mean {close}?" if close else _LISTED)
+    value: object = (text,) if name == "stop" and text else getattr(_SERVER_DEFAULTS, name)
+    if name in BOUNDS:
+        value = number(name, text)
+    elif text and name in _WORDS:
+        if text not in _WORDS[name]:
+            raise UserError(f'cannot set {name} to "{text}"', hint=f"One of {', '.join(_WORDS[name])}.")
+        value = _WORDS[name][text]
+    new = msgspec.structs.replace(settings, **{name: value})
+    for problem in problems(new, limits):
+        if problem.path == name:
+            raise UserError(f"cannot set {name}: {problem.message}", hint=problem.hint)
+    return new
+
+
+def shown(settings: Settings, name: str = "") -> tuple[str, ...]:
+    """ "temperature: 0.2", "top_p: the server's default", ...: all, or the one of that name."""
+    lines = []
+    for each in [name.replace("-", "_")] if name else _TYPED:
+        value = getattr(settings, each)
+        if isinstance(value, bool):
+            value = "on" if value else "off"
+        elif isinstance(value, tuple):
+            value = " ".join(value) or "none"
+        lines.append(f"{each}: {'the default of the server' if value is None else value}")
+    return tuple(lines)

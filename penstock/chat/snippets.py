@@ -26,11 +26,10 @@ _OPENAI_FIELDS = {
 
 
 class Snippet(msgspec.Struct, frozen=True):
-    """`place`: the file or menu where `text` belongs; `language` for its highlighting."""
+    """`place`: where `text` belongs."""
 
     name: str
     place: str
-    language: str
     text: str
 
 
@@ -75,17 +74,16 @@ def elsewhere(base_url: str, model: str, max_model_len: int | None = None, has_k
     address = api(base_url)
     question = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "stream": True}
     return (
-        Snippet("Open WebUI", "in a terminal", "shell", _open_webui(address, has_key)),
-        Snippet("LibreChat", "librechat.yaml; the key in .env", "yaml", _librechat(address, model, has_key)),
+        Snippet("Open WebUI", "in a terminal", _open_webui(address, has_key)),
+        Snippet("LibreChat", "librechat.yaml; the key in .env", _librechat(address, model, has_key)),
         Snippet(
             "Continue",
             "~/.continue/config.yaml; the key in ~/.continue/.env",
-            "yaml",
             _continue(address, model, has_key),
         ),
-        Snippet("Zed", "settings.json; the key in PENSTOCK_API_KEY", "json", _zed(address, model, max_model_len)),
-        Snippet("OpenAI for Python", "pip install openai", "python", as_python(base_url, question, has_key)),
-        Snippet("OpenAI for JavaScript", "npm install openai", "javascript", _javascript(address, model, has_key)),
+        Snippet("Zed", "settings.json; the key in PENSTOCK_API_KEY", _zed(address, model, max_model_len)),
+        Snippet("OpenAI, Python", "pip install openai", as_python(base_url, question, has_key)),
+        Snippet("OpenAI, JavaScript", "npm install openai", _javascript(address, model, has_key)),
     )
 
 

@@ -8,6 +8,9 @@ from penstock.spec.gateway import Price
 from penstock.text import show_seconds, show_usd
 from penstock.wire.answers import Reply
 
+STOPPED = "stopped"  # the finish reason of an answer that the person stopped
+_ENDINGS = {"length": "cut off at max tokens", "content_filter": "cut off by a filter", STOPPED: "stopped"}
+
 
 class Statistics(msgspec.Struct, frozen=True):
     """Of one answer; None where the server did not say. `cached_tokens`: of the prompt, those that the KV cache held.
@@ -63,6 +66,6 @@ def line(statistics: Statistics) -> str:
         parts.append(show_usd(statistics.cost_usd))
     if statistics.replica is not None:
         parts.append(f"replica {statistics.replica.removeprefix('replica').lstrip(' -') or statistics.replica}")
-    if statistics.finish_reason == "length":
-        parts.append("cut off at max tokens")
+    if (ending := _ENDINGS.get(statistics.finish_reason or "")) is not None:
+        parts.append(ending)
     return " · ".join(parts)

@@ -1,4 +1,7 @@
-"""Chat in a terminal: streamed answers, a history, a handful of commands. Without a terminal: lines in, answers out."""
+"""Chat in a terminal: streamed answers, a history, a handful of commands. Without a terminal: lines in, answers out.
+
+The conversation, its settings and statistics are those of the chat page.
+"""
 
 from __future__ import annotations
 
@@ -13,44 +16,57 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
+from msgspec.structs import replace
+
+from penstock.chat import conversation as chats
+from penstock.chat import files, statistics
+from penstock.chat.conversation import Turn
+from penstock.chat.failures import failure_of
+from penstock.chat.settings import BOUNDS, Limits, Settings, changed, fields, shown
+from penstock.chat.waiting import show_waiting
 from penstock.cli import arguments, keys
-from penstock.errors import PenstockError
-from penstock.text import show_seconds
-from penstock.wire.answers import Chunk, Reply
-from penstock.wire.client import Client, Message, Stream
+from penstock.cli.chat_screen import Screen
+from penstock.errors import PenstockError, UserError
+from penstock.spec.gateway import Price
+from penstock.text import flag
+from penstock.wire.answers import BrokenAnswer, HttpError, NoAnswer, Reply
+from penstock.wire.client import Client, Stream
+from penstock.wire.model_list import ModelCard
+from penstock.wire.waiting import Waiting
 
 PROMPT, MORE = "> ", "... "
 _QUOTES = '"""'
 _HISTORY_LINES = 1000
-_REDRAW_S = 0.05  # a long block takes some milliseconds to draw
-_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
-# A model may print anything; escape sequences would let it drive the terminal.
-_HARMLESS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 HELP = """\
-/retry          ask the last question again
-/save FILE      write the conversation to a file, as Markdown
-/reset          forget the conversation
-/system TEXT    set the system message; alone: show it
-/model NAME     talk to another model; alone: list them
-/stats          show or hide times after each answer
-/quit           leave (or Ctrl-D)
+/retry            ask the last question again
+/edit TEXT        ask TEXT in place of the last question
+/shorten          leave out the oldest question and its answer, where all is too long for the model
+/save FILE        write the conversation to a file: Markdown, or all of it where the name ends with .json
+/load FILE        go on with the conversation of such a file, also of one that the chat page exported
+/reset            forget the conversation
+/system TEXT      set the system message; alone: show it
+/model NAME       talk to another model; alone: list them
+/set NAME VALUE   change a setting, such as temperature; without VALUE: back to the server's; alone: list them
+/stats            show or hide statistics after each answer
+/quit             leave (or Ctrl-D)
 Ctrl-C stops an answer. A line that ends with \\ goes on in the next; so does everything between \"\"\" and \"\"\".
 A message that begins with / is sent with a space before it."""
 
 ReadLine = Callable[[str], str]  # takes the prompt; raises EOFError at the end, as `input` does
+SERVER_DEFAULTS = Settings(max_tokens=None)
 
 
 @dataclass(frozen=True)
-class ChatSettings:
+class ChatOptions:
     """How to chat. `completion` sends raw prompts, without a conversation; `as_json` prints one object per answer."""
 
-    model: str | None = None
-    system: str | None = None
     completion: bool = False
     as_json: bool = False
-    max_tokens: int | None = None
-    temperature: float | None = None
     history_file: Path | None = None
+    price: Price | None = None
+
+
+_PLAIN_CHAT = ChatOptions()
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -60,8 +76,18 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a model name, when the address serves several")
     text = "any OpenAI-compatible address instead of a deployment ($OPENAI_BASE_URL)"
     parser.add_argument("--url", help=text)
-    parser.add_argument("--max-tokens", type=arguments.count, metavar="N", help="tokens of an answer, at most")
-    parser.add_argument("--temperature", type=arguments.not_negative, metavar="T", help="of sampling; 0 is greedy")
+    for name, bound in BOUNDS.items():
+        read = (
+            arguments.whole(int(bound.low), int(bound.high))
+            if bound.is_whole
+            else arguments.number(bound.low, bound.high)
+        )
+        parser.add_argument(flag(name), type=read, metavar="N" if bound.is_whole else "X", help=bound.text)
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be repeated"
+    )
+    parser.add_argument("--json-mode", action="store_true", help="let the model answer with a JSON object")
+    parser.add_argument("--thinking", choices=["on", "off"], help="of models that can think before they answer")
     parser.add_argument("--completion", action="store_true", help="send plain prompts to /v1/completions")
     arguments.add_json(parser, "print one JSON object per answer")
     examples = (
@@ -76,25 +102,28 @@ def _run(options: argparse.Namespace) -> int:
     from penstock import paths, run_folder
 
     url = options.url or (None if options.name else os.environ.get("OPENAI_BASE_URL"))
-    key = os.environ.get("OPENAI_API_KEY")
+    key, price = os.environ.get("OPENAI_API_KEY"), None
     if url is None:
-        url, key = keys.address_and_key(run_folder.choose(options.name))
-    client = Client(url.removesuffix("/").removesuffix("/v1"), api_key=key)
-    settings = ChatSettings(
+        run = run_folder.choose(options.name)
+        url, key = keys.address_and_key(run)
+        price = run.deployment().gateway.price
+    settings = Settings(
         model=options.model,
         system=options.system,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        completion=options.completion,
-        as_json=options.json,
-        history_file=paths.home() / "chat-history",
+        **{name: getattr(options, name) for name in BOUNDS},
+        stop=tuple(options.stop),
+        json_mode=options.json_mode,
+        thinking=options.thinking or "default",
     )
-    return chat(client, settings, once=options.message)
+    how = ChatOptions(options.completion, options.json, paths.home() / "chat-history", price)
+    client = Client(url.removesuffix("/").removesuffix("/v1"), api_key=key)
+    return chat(client, settings, how, once=options.message)
 
 
 def chat(
     client: Client,
-    settings: ChatSettings,
+    settings: Settings = SERVER_DEFAULTS,
+    options: ChatOptions = _PLAIN_CHAT,
     once: str | None = None,
     stdin: TextIO | None = None,
     stdout: TextIO | None = None,
@@ -104,11 +133,11 @@ def chat(
     With a terminal (or `read_line`) failures are shown and the chat goes on; otherwise the first one is raised."""
     stdin, stdout = stdin or sys.stdin, stdout or sys.stdout
     if once is not None:
-        _Session(client, settings, stdout, is_interactive=False).answer(once)
+        _Session(client, settings, options, stdout, is_interactive=False).ask(once)
         return 0
     if read_line is None and stdin.isatty():
-        read_line = _keyboard(settings.history_file)
-    session = _Session(client, settings, stdout, is_interactive=read_line is not None)
+        read_line = _keyboard(options.history_file)
+    session = _Session(client, settings, options, stdout, is_interactive=read_line is not None)
     session.greet()
     session.run(read_line or _lines_of(stdin))
     return 0
@@ -130,102 +159,37 @@ def read_message(read_line: ReadLine) -> str:
     return text.rstrip().removesuffix(_QUOTES) if is_quoted else text
 
 
-def stats(reply: Reply) -> str:
-    """ "(TTFT 12 ms, 34 tokens, 310 tokens/s)", without what the server did not say."""
-    parts = []
-    if reply.ttft_s is not None:
-        parts.append(f"TTFT {show_seconds(reply.ttft_s)}")
-    if reply.output_tokens is not None:
-        parts.append(f"{reply.output_tokens} token{'' if reply.output_tokens == 1 else 's'}")
-    if (rate := reply.tokens_per_s) is not None:
-        parts.append(f"{rate:.3g} tokens/s" if rate < 100 else f"{rate:.0f} tokens/s")
-    return f"({', '.join(parts)})"
-
-
-def blocks_of(text: str) -> list[str]:
-    """Markdown cut at empty lines, but for those of fenced code; the last block may still grow.
-    "a\\n\\n```\\nb\\n\\nc" -> ["a", "```\\nb\\n\\nc"]."""
-    blocks = [""]
-    for line in text.splitlines(keepends=True):
-        in_code = sum(part.lstrip().startswith("```") for part in blocks[-1].splitlines()) % 2
-        if line.strip() or in_code:
-            blocks[-1] += line
-        elif blocks[-1]:
-            blocks.append("")
-    return blocks
-
-
-class _MarkdownScreen:
-    """An answer as Markdown on a terminal while it comes: the last block is drawn again until the next one begins."""
-
-    def __init__(self, out: TextIO) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        self._console = Console(file=out, force_terminal=True, highlight=False)
-        self._live: Live | None = None
-        self._text, self._is_reasoning, self._drawn_at = "", False, 0.0
-
-    def add(self, text: str, is_reasoning: bool) -> None:
-        if is_reasoning is not self._is_reasoning:
-            self.end()
-        self._is_reasoning = is_reasoning
-        *done, self._text = blocks_of(self._text + text)
-        for block in done:
-            self._finish(block)
-            self._console.print()
-        if time.monotonic() - self._drawn_at >= _REDRAW_S:
-            self._draw(self._text)
-
-    def end(self) -> None:
-        self._finish(self._text)
-        self._text = ""
-
-    def _finish(self, block: str) -> None:
-        self._draw(block)
-        if self._live is not None:
-            self._live.stop()
-        self._live = None
-
-    def _draw(self, block: str) -> None:
-        from rich.live import Live
-        from rich.markdown import Markdown
-        from rich.text import Text
-
-        if not block.strip():
-            return
-        shown = Text(block.rstrip("\n"), style="dim") if self._is_reasoning else Markdown(block)
-        if self._live is None:
-            self._live = Live(console=self._console, auto_refresh=False)
-            self._live.start()
-        self._live.update(shown, refresh=True)
-        self._drawn_at = time.monotonic()
-
-
 class _Session:
-    def __init__(self, client: Client, settings: ChatSettings, out: TextIO, is_interactive: bool) -> None:
+    def __init__(
+        self, client: Client, settings: Settings, options: ChatOptions, out: TextIO, is_interactive: bool
+    ) -> None:
         self._client = client
-        self._settings = settings
+        self._options = options
         self._out = out
+        self._screen = Screen(out, options.as_json)
         self._is_interactive = is_interactive
-        self._is_terminal = out.isatty()
-        self._has_colour = self._is_terminal and not os.environ.get("NO_COLOR")
-        is_drawn = self._has_colour and not settings.as_json and os.environ.get("TERM") != "dumb"
-        self._screen = _MarkdownScreen(out) if is_drawn else None
-        self._last: str | None = None
-        self._model = settings.model
-        self._system = settings.system
+        self._conversation = chats.begin("terminal", time.time(), settings)
+        self._n_turns = 0
+        self._cards: tuple[ModelCard, ...] = ()
         self._shows_stats = False
-        self._messages: list[Message] = []
         self._is_over = False
+
+    @property
+    def _settings(self) -> Settings:
+        return self._conversation.settings
+
+    @_settings.setter
+    def _settings(self, settings: Settings) -> None:
+        self._conversation = replace(self._conversation, settings=settings)
 
     def greet(self) -> None:
         if not self._is_interactive:
             return
-        cards = self._client.models()
-        if self._model is None and cards:
-            self._model = cards[0].name
-        self._note(f"{self._model or 'no model'} at {self._client.base_url} (/help lists commands, Ctrl-D leaves)")
+        self._cards = self._client.models()
+        if self._settings.model is None and self._cards:
+            self._settings = replace(self._settings, model=self._cards[0].name)
+        model = self._settings.model or "no model"
+        self._note(f"{model} at {self._client.base_url} (/help lists commands, Ctrl-D leaves)")
 
     def run(self, read_line: ReadLine) -> None:
         while not self._is_over:
@@ -240,72 +204,70 @@ class _Session:
             if text.startswith("/"):
                 self._guard(self._command, text)
             elif text.strip():
-                self._guard(self.answer, text.strip())
+                self._guard(self.ask, text.strip())
 
-    def answer(self, text: str) -> None:
-        """Asks, shows the answer as it comes, remembers both. A failed question is forgotten."""
-        question: Message = {"role": "user", "content": text}
-        self._last = text
-        shown: list[str] = []
+    def ask(self, text: str) -> None:
+        self._conversation = chats.ask(self._conversation, self._new_id(), text, (), time.time())
+        self._answer()
+
+    def _new_id(self) -> str:
+        while f"t{self._n_turns}" in self._conversation.turns:  # those of a loaded conversation
+            self._n_turns += 1
+        return f"t{self._n_turns}"
+
+    def _answer(self) -> None:
+        """Answers the last question, shows the answer as it comes, and keeps what there is of it."""
+        question = chats.path(self._conversation)[-1]
+        turn = Turn(self._new_id(), question.id, "assistant", model=self._settings.model)
+        pieces: list[str] = []
         reply = None
         try:
-            with contextlib.closing(self._ask(text, question)) as stream:
+            with contextlib.closing(self._stream(question)) as stream:
                 for item in stream:
                     if isinstance(item, Reply):
                         reply = item
-                    else:
-                        self._show(item, shown)
+                        continue
+                    self._screen.add(item.text, item.is_reasoning)
+                    if not item.is_reasoning:
+                        pieces.append(item.text)
         except KeyboardInterrupt:
             if not self._is_interactive:
                 raise
-            self._end_line(shown)
-            shown.append("\n")
+            self._screen.end()
             self._note("(stopped)")
-        except PenstockError:
-            if shown:
-                self._end_line(shown)
+            self._keep(replace(turn, text="".join(pieces).strip()))
+        except PenstockError as exc:
+            self._screen.end(has_answer=bool(pieces))
+            self._keep(replace(turn, text="".join(pieces).strip(), error=exc.message))
             raise
         if reply is not None:
-            self._conclude(reply, shown)
-        answer = "".join(shown).strip() if reply is None else reply.text
-        if answer:
-            self._messages += [question, {"role": "assistant", "content": answer}]
+            self._conclude(chats.answered(turn, reply, self._options.price), reply)
 
-    def _ask(self, text: str, question: Message) -> Stream:
-        settings = self._settings
-        fields = {"max_tokens": settings.max_tokens, "temperature": settings.temperature}
-        if settings.completion:
-            return self._client.stream_complete(text, self._model, **fields)
-        system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
-        messages = [*system, *self._messages, question]
-        return self._client.stream_chat(messages, self._model, on_wait=None, **fields)
+    def _stream(self, question: Turn) -> Stream:
+        asked = fields(self._settings, is_chat=not self._options.completion)
+        if self._options.completion:
+            return self._client.stream_complete(question.text, on_wait=self._wait, **asked)
+        return self._client.stream_chat(chats.messages(self._conversation), on_wait=self._wait, **asked)
 
-    def _show(self, chunk: Chunk, shown: list[str]) -> None:
-        if not chunk.is_reasoning:
-            shown.append(chunk.text)
-        if self._settings.as_json or (chunk.is_reasoning and not self._is_terminal):
-            return  # a script wants the answer, not the way to it
-        text = chunk.text.translate(_HARMLESS) if self._is_terminal else chunk.text
-        if self._screen is not None:
-            self._screen.add(text, chunk.is_reasoning)
-            return
-        self._out.write(self._dim(text) if chunk.is_reasoning else text)
-        self._out.flush()
+    def _wait(self, waiting: Waiting) -> None:
+        self._screen.wait(show_waiting(waiting))
 
-    def _conclude(self, reply: Reply, shown: list[str]) -> None:
-        if self._settings.as_json:
+    def _keep(self, turn: Turn) -> None:
+        """Of an answer without text only the question stays; the next one takes its place."""
+        if chats.spoken(turn):
+            self._conversation = chats.answer(self._conversation, turn)
+
+    def _conclude(self, turn: Turn, reply: Reply) -> None:
+        self._keep(turn)
+        if self._options.as_json:
             self._out.write(json.dumps(asdict(reply), ensure_ascii=False) + "\n")
-        else:
-            self._end_line(shown)
-            if self._shows_stats:
-                self._out.write(self._dim(stats(reply)) + "\n")
-        self._out.flush()
-
-    def _end_line(self, shown: list[str]) -> None:
-        if self._screen is not None:
-            self._screen.end()
-        elif not self._settings.as_json and not "".join(shown).endswith("\n"):
-            self._out.write("\n")
+            self._out.flush()
+            return
+        if not turn.text:
+            self._screen.add(chats.spoken(turn))
+        self._screen.end()
+        if self._shows_stats and turn.statistics is not None:
+            self._screen.line(statistics.line(turn.statistics))
 
     def _guard(self, act: Callable[[str], None], text: str) -> None:
         try:
@@ -313,10 +275,16 @@ class _Session:
         except PenstockError as exc:
             if not self._is_interactive:
                 raise
-            if self._settings.as_json:
+            if self._options.as_json:
                 self._out.write(json.dumps(exc.facts()) + "\n")
+            elif isinstance(exc, HttpError | BrokenAnswer | NoAnswer):
+                self._note(f"error: {failure_of(exc, has_text=self._has_answer()).text}")
             else:
                 self._note(f"error: {exc.message}" + (f"\nhint: {exc.hint}" if exc.hint else ""))
+
+    def _has_answer(self) -> bool:
+        leaf = self._conversation.turns.get(self._conversation.leaf or "")
+        return leaf is not None and leaf.role == "assistant"
 
     def _command(self, text: str) -> None:
         word, _, rest = text.partition(" ")
@@ -332,56 +300,87 @@ class _Session:
         self._note(HELP)
 
     def _reset(self, _: str) -> None:
-        self._messages = []
+        self._conversation = chats.begin("terminal", time.time(), self._settings)
         self._note("(forgotten)")
 
     def _retry(self, _: str) -> None:
-        if self._last is None:
+        self._conversation = chats.retry_from(self._conversation, self._last_question().id)
+        self._answer()
+
+    def _edit(self, text: str) -> None:
+        question = self._last_question()
+        if not text:
+            raise UserError("cannot ask nothing", hint="/edit TEXT")
+        self._conversation = chats.edit(self._conversation, question.id, self._new_id(), text, time.time())
+        self._answer()
+
+    def _shorten(self, _: str) -> None:
+        self._conversation = chats.drop_oldest(self._conversation)
+        self._note(f"(the model gets {len(chats.messages(self._conversation))} messages)")
+
+    def _last_question(self) -> Turn:
+        questions = [turn for turn in chats.path(self._conversation) if turn.role == "user"]
+        if not questions:
             raise PenstockError("there is no question to ask again")
-        if self._messages and self._messages[-2]["content"] == self._last:
-            del self._messages[-2:]
-        self.answer(self._last)
+        return questions[-1]
 
     def _save(self, name: str) -> None:
         path = Path(name).expanduser()
         if not name:
             raise PenstockError("cannot save without a file", hint="/save FILE")
-        system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
-        turns = (f"## {turn['role']}\n\n{turn['content']}\n" for turn in (*system, *self._messages))
+        is_json = path.suffix == ".json"
+        data = files.to_json(self._conversation) if is_json else files.to_markdown(self._conversation).encode()
         try:
-            with path.open("x", encoding="utf-8") as file:
-                file.write("\n".join(turns))
+            with path.open("xb") as file:
+                file.write(data)
         except OSError as exc:
             raise PenstockError(f'could not write "{path}": {exc.strerror}', hint="Name another file.") from exc
         self._note(f"(saved to {path})")
 
+    def _load(self, name: str) -> None:
+        path = Path(name).expanduser()
+        try:
+            read = files.from_file(path.read_bytes(), time.time())
+        except OSError as exc:
+            raise PenstockError(f'could not read "{name}": {exc.strerror}', hint="/load FILE") from exc
+        if len(read) != 1:
+            raise UserError(f'cannot go on with "{path}": it has {len(read)} conversations', hint="Export one of them.")
+        system = read[0].settings.system if read[0].settings.has_system else None
+        self._conversation = replace(read[0], settings=replace(self._settings, system=system))
+        self._note(f"({read[0].title or 'untitled'}: {len(chats.path(read[0]))} messages)")
+
     def _set_system(self, text: str) -> None:
-        self._system = text or self._system
-        self._note(f"(system: {self._system or 'none'})")
+        if text:
+            self._settings = replace(self._settings, system=text)
+        self._note(f"(system: {self._settings.system or 'none'})")
 
     def _set_model(self, name: str) -> None:
-        cards = self._client.models()
+        self._cards = self._client.models()
         if not name:
-            for card in cards:
-                mark = "*" if card.name == self._model else " "
+            for card in self._cards:
+                mark = "*" if card.name == self._settings.model else " "
                 self._note(f"{mark} {card.name}" + (f" ({card.state})" if card.state else ""))
             return
-        if not any(name in (card.name, *card.aliases) for card in cards):
-            raise PenstockError(f'no model "{name}"', hint=f"There are: {', '.join(card.name for card in cards)}.")
-        self._model = name
+        if not any(name in (card.name, *card.aliases) for card in self._cards):
+            hint = f"There are: {', '.join(card.name for card in self._cards)}."
+            raise PenstockError(f'no model "{name}"', hint=hint)
+        self._settings = replace(self._settings, model=name)
         self._note(f"(model: {name})")
+
+    def _set(self, text: str) -> None:
+        name, _, value = text.partition(" ")
+        if name:
+            lengths = (card.max_model_len for card in self._cards if card.name == self._settings.model)
+            self._settings = changed(self._settings, name, value.strip(), Limits(next(lengths, None)))
+        self._note("\n".join(f"({line})" for line in shown(self._settings, name)))
 
     def _toggle_stats(self, _: str) -> None:
         self._shows_stats = not self._shows_stats
         self._note(f"(stats {'on' if self._shows_stats else 'off'})")
 
     def _note(self, text: str) -> None:
-        if self._is_interactive and not self._settings.as_json:
-            self._out.write(self._dim(text) + "\n")
-            self._out.flush()
-
-    def _dim(self, text: str) -> str:
-        return f"{_DIM}{text}{_PLAIN}" if self._has_colour and text else text
+        if self._is_interactive and not self._options.as_json:
+            self._screen.line(text)
 
 
 _COMMANDS = {
@@ -390,9 +389,13 @@ _COMMANDS = {
     "/help": "_help",
     "/reset": "_reset",
     "/retry": "_retry",
+    "/edit": "_edit",
+    "/shorten": "_shorten",
     "/save": "_save",
+    "/load": "_load",
     "/system": "_set_system",
     "/model": "_set_model",
+    "/set": "_set",
     "/stats": "_toggle_stats",
 }
 

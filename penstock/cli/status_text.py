@@ -156,7 +156,7 @@ def status_text(run: Run, state: State, now: float) -> str:
         ("address", _address(run)),
         ("requests", f"{state.requests_total} served since its gateway started"),
         *([] if cost is None else [("cost", f"{show_usd(cost)} for all requests so far")]),
-        *([] if state.prometheus is None else [("prometheus", _prometheus(state.prometheus))]),
+        *([] if state.prometheus is None else [("prometheus", _child(state.prometheus))]),
         *([] if state.ui is None else [("chat page", _page(run, state.ui))]),
         ("folder", str(run.path)),
         ("started", f"{show_seconds(now - run.record().created_at)} ago"),
@@ -198,18 +198,20 @@ def _part_row(name: str, part: Part) -> tuple[str, str, str, str, str]:
     return name, part.state, pid, str(part.n_restarts), part.note or ""
 
 
-def _prometheus(part: Part) -> str:
+def _child(part: Part) -> str:
     if part.url is None or part.state == "gone":
         return part.note or (f"restarting: {part.restarts[-1].reason}" if part.restarts else "starting")
     return part.url if part.note is None else f"{part.url} on {part.note}"
 
 
 def _page(run: Run, part: Part) -> str:
+    if part.unit is None:
+        return _child(part)
     if part.state != "running" and part.note:
         return part.note
     if part.url is not None:
         return part.url
-    return f"in its cluster; here: {command_name()} ui {run.name}" if part.unit is not None else part.state
+    return f"in its cluster; here: {command_name()} ui {run.name}"
 
 
 def _address(run: Run) -> str:

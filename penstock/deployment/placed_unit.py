@@ -22,15 +22,13 @@ from pathlib import Path
 import msgspec
 
 from penstock import __version__, processes, targets
-from penstock.chat.page.config import PageConfig
-from penstock.deployment import gateway_config
+from penstock.deployment import gateway_config, ui
 from penstock.deployment.gateway_config import Addresses
 from penstock.errors import PenstockError
 from penstock.gateway.accounting import store
 from penstock.gateway.accounting.key_store import KeyStore
 from penstock.paths import write_atomically
 from penstock.run_folder import Desired, Record, Run
-from penstock.spec.deployment import Ui
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     run = Run(options.run)
     if options.kind == "ui":
-        program = ["-m", "penstock.chat.page", str(_write_page_config(run, options.listen, options.gateway))]
+        host, _, port = options.listen.rpartition(":")
+        program = ["-m", "penstock.chat.page", str(ui.write_config(run, options.gateway, host, int(port)))]
     else:
         _write_gateway_config(run, Addresses(options.listen, options.admin), options.store, options.tls)
         program = ["-m", "penstock.gateway", str(run.gateway_config)]
@@ -68,23 +67,6 @@ def _write_gateway_config(run: Run, addresses: Addresses, store: str | None, tls
     if tls is not None:
         config = msgspec.structs.replace(config, tls_cert=str(tls / "tls.crt"), tls_key=str(tls / "tls.key"))
     write_atomically(run.gateway_config, msgspec.json.format(msgspec.json.encode(config), indent=2), mode=0o600)
-
-
-def _write_page_config(run: Run, listen: str, gateway: str) -> Path:
-    """Its path. Who opens the page gives a key of the gateway."""
-    deployment = run.deployment()
-    page, model = deployment.chat_page or Ui(), run.plan().served_names[0]
-    host, _, port = listen.rpartition(":")
-    folder, price = run.path / "ui", deployment.gateway.price
-    folder.mkdir(mode=0o700, exist_ok=True)
-    config = PageConfig(
-        gateway, host, int(port), str(folder), has_login=True,
-        deployment=run.name, title=page.title or run.name, model=model, system=page.system, examples=page.examples,
-        root_path=page.root_path or "", prices={} if price is None else {model: price},
-    )  # fmt: skip
-    path = run.path / "ui.json"
-    write_atomically(path, msgspec.json.format(msgspec.json.encode(config), indent=2), mode=0o600)
-    return path
 
 
 def _introduce_first_key(run: Run) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from penstock import engines, paths, targets
-from penstock.deployment import gpu_price, planning, preflight
+from penstock.deployment import gpu_price, planning, preflight, ui
 from penstock.deployment.doctor.model import check_model
 from penstock.deployment.preflight import Finding
 from penstock.errors import PenstockError, SpecError, UserError, together
@@ -54,7 +54,7 @@ def prepare(
     with _kept(errors):
         target = targets.load(deployment.target)
         is_gateway_here = "gateway" not in target.placed(deployment)
-        is_controller_here = "controller" not in target.placed(deployment) and deployment.observe.prometheus
+        is_controller_here = "controller" not in target.placed(deployment)
         with _kept(errors):
             _check_file(deployment, target, is_rehearsal)
             machines = _machines(target, deployment, existing, is_rehearsal)
@@ -65,9 +65,10 @@ def prepare(
         if is_gateway_here and (existing is None or not _holds(existing, deployment)):
             network.check_port(deployment.gateway.host, deployment.gateway.port)
     with _kept(errors):
-        before = None if existing is None else existing.deployment().observe
-        if is_controller_here and not (before and before.prometheus and before.port == deployment.observe.port):
-            network.check_port("127.0.0.1", deployment.observe.port, "observe.port")
+        before, observe = None if existing is None else existing.deployment().observe, deployment.observe
+        holds_port = before is not None and before.prometheus and before.port == observe.port
+        if is_controller_here and observe.prometheus and not holds_port:
+            network.check_port("127.0.0.1", observe.port, "observe.port")
     with _kept(errors):
         if not is_rehearsal:
             preflight.check_space(paths.home() / "runs")
@@ -83,7 +84,7 @@ def prepare(
         *target.warnings(deployment),
         *(engines.load(plan.engine).warnings(plan) if target.is_this_machine else ()),
         *formation.variable_warnings(inherited | deployment.engine.env),
-        *filter(None, [preflight.prometheus_warning(deployment.observe) if is_controller_here else None]),
+        *(_child_warnings(deployment, existing) if is_controller_here else ()),
     ]
     if machine.gpus and not least.gpus and machine.assumed is None:
         gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}"
@@ -102,6 +103,12 @@ def prepare(
         announce_file=None if is_gateway_here else str(Run(run_path).gateway_address_file),
     )
     return Prepared(deployment, machine, plan, target.render(instructions, sys.executable, deployment))
+
+
+def _child_warnings(deployment: Deployment, existing: Run | None) -> Iterator[str]:
+    """What keeps a child of the controller from starting here. The deployment serves without it."""
+    warnings = [preflight.prometheus_warning(deployment.observe), ui.warning(deployment, existing)]
+    yield from filter(None, warnings)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,8 @@ from penstock.text import show_seconds
 
 _CONTROLLER_GRACE_S = 3.0
 _NOW_GRACE_S = 1.0
-_PROMETHEUS_GRACE_S = 5.0  # it writes what it has in memory
+_CHILDREN = ("prometheus", "ui")  # of the controller
+_CHILDREN_GRACE_S = 5.0  # Prometheus writes what it has in memory
 
 OnStep = Callable[[str], None]
 T = TypeVar("T")
@@ -79,8 +80,8 @@ def end_run(
         run.add_event("forgotten" if forget else "left behind", exc.message)
     if forget:
         run_folder.forget_every_left(run)
-    watchers = [process for process in processes.find_marked(str(run.path)) if process.role == "prometheus"]
-    processes.end(watchers, _NOW_GRACE_S if now else _PROMETHEUS_GRACE_S)
+    children = [process for process in processes.find_marked(str(run.path)) if process.role in _CHILDREN]
+    processes.end(children, _NOW_GRACE_S if now else _CHILDREN_GRACE_S)
     swept = processes.sweep(str(run.path))
     held = gpu_memory.wait_released({process.pid for process in marked if process.role == "engine"})
     if held is not None:

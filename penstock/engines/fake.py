@@ -36,6 +36,7 @@ class Fake(Vllm):
 
     def command(self, plan: Plan, place: Place) -> Command:
         argv = [place.python, "-m", "penstock.testing.fake_engine", "--host", place.host, "--port", str(place.port)]
-        argv += ["--model", plan.deployment, names.FLAGS["served_names"], *plan.served_names, *pass_through(plan.args)]
+        argv += ["--model", plan.deployment, names.FLAGS["served_names"], *plan.served_names]
+        argv += [names.FLAGS["cached_tokens"], *pass_through(plan.args)]
         key = {KEY_VARIABLE: place.key} if place.key is not None else {}
         return Command(tuple(argv), plan.env | key)

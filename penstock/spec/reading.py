@@ -294,6 +294,7 @@ _FREE = ("args", "env", "runtime_env", "node_selector", "tolerations", "labels",
 # https://prometheus.io/docs/prometheus/latest/storage/#operational-aspects
 _RETENTION = re.compile(r"([0-9]{1,9}(ms|[smhdwy]))+\Z")
 _RETENTION_SIZE = re.compile(r"[0-9]{1,9}([KMGTPE]?B)\Z")
+_PATH = re.compile(r"/?([A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*)?/?\Z")
 _HTTP_URL = re.compile(r"https?://[^\s@/]+(/\S*)?\Z")
 _AT_LEAST: dict[str, float] = {
     "hardware.nodes": 1,
@@ -322,6 +323,7 @@ _AT_LEAST: dict[str, float] = {
     "workload.ttft_ms": 0,
     "workload.tpot_ms": 0,
     "observe.port": 0,
+    "ui.port": 0,
 }
 
 
@@ -376,6 +378,7 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
             "gateway.auth", '"none" with on: job, where others reach it', "set gateway.auth: keys, or on: login"
         )
     yield from _observe_rules(deployment.observe)
+    yield from _page_rules(deployment)
     needs_key = deployment.gateway.auth == "keys"
     for problem in setting_problems(deployment.gateway, needs_key):
         yield Problem(f"gateway.{problem.path}", problem.message, problem.hint)
@@ -408,6 +411,26 @@ def _observe_rules(observe: Observe) -> Iterator[Problem]:
     for field in ("grafana", "prometheus_binary", "remote_write"):
         if getattr(observe, field) not in (None, False) and not observe.prometheus:
             yield Problem(f"observe.{field}", "given, but Prometheus is off", "set observe.prometheus: true")
+
+
+def _page_rules(deployment: Deployment) -> Iterator[Problem]:
+    page, gateway = deployment.chat_page, deployment.gateway
+    if page is None:
+        return
+    if page.port > 65535:
+        yield Problem("ui.port", f"{page.port} is above 65535")
+    is_same_machine = gateway.on == "login" and deployment.kubernetes is None
+    if is_same_machine and page.port == gateway.port != 0:
+        yield Problem("ui.port", f"{page.port} is the gateway's port", "choose another, such as 7860")
+    if not page.host.strip():
+        yield Problem("ui.host", "is empty", "example: 127.0.0.1")
+    elif page.login == "none" and not is_loopback(page.host):
+        hint = "set gateway.auth: keys and ui.login: keys, or ui.host: 127.0.0.1"
+        yield Problem("ui.login", f'"none" on host {page.host}', hint)
+    if page.login == "keys" and gateway.auth == "none":
+        yield Problem("ui.login", '"keys", but the gateway has none', "set gateway.auth: keys")
+    if page.root_path is not None and not _PATH.match(page.root_path):
+        yield Problem("ui.root_path", f'"{page.root_path}" is no path', "example: /chat")
 
 
 def _has_password(store: str | None) -> bool:

@@ -109,9 +109,15 @@ class Client:
         """
         return self._stream("/v1/chat/completions", {"messages": [*messages], "model": model} | fields, on_wait)
 
-    def stream_complete(self, prompt: str, model: str | None = None, **fields: object) -> Stream:
+    def stream_complete(
+        self,
+        prompt: str,
+        model: str | None = None,
+        on_wait: Callable[[Waiting], object] | None = None,
+        **fields: object,
+    ) -> Stream:
         """As `stream_chat`, for a raw prompt."""
-        return self._stream("/v1/completions", {"prompt": prompt, "model": model} | fields)
+        return self._stream("/v1/completions", {"prompt": prompt, "model": model} | fields, on_wait)
 
     def get_json(self, path: str, headers: Mapping[str, str] | None = None) -> Any:
         """The JSON behind GET `path` ("/admin/replicas"). Raises HttpError, NoAnswer or PenstockError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -77,9 +78,9 @@ def _without_failure(conversation: Conversation, turn_id: str) -> Conversation:
 class GrowingAnswer:
     """The answer below `question`; or `begun` goes on, an answer that broke off. Times are of one clock, in seconds."""
 
-    def __init__(self, turn: Turn, price: Price | None, began_at: float) -> None:
+    def __init__(self, turn: Turn, prices: Mapping[str, Price], began_at: float) -> None:
         self._turn = turn
-        self._price = price
+        self._prices = prices
         self._began_at = began_at
         self._markup, self._reasoning_markup = Markup(), Markup()
         self._text, self._reasoning = self._markup.add(turn.text), self._reasoning_markup.add(turn.reasoning)
@@ -139,7 +140,9 @@ class GrowingAnswer:
 
     def _statistics(self, now: float) -> statistics.Statistics | None:
         if self._reply is not None:
-            return statistics.of_reply(self._reply, self._price)
+            names = self._turn.model or "", self._reply.model or ""  # the turn's is None where the server chose
+            price = next((self._prices[name] for name in names if name in self._prices), None)
+            return statistics.of_reply(self._reply, price)
         if self._ttft_s is None:
             return None
         replica = self._waiting.replica if self._waiting else None

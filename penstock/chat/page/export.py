@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from penstock.chat.conversation import from_json, to_markdown
+from penstock.chat.files import from_file, from_json, to_markdown
 from penstock.errors import UserError
 from penstock.text import MIB
 
@@ -25,8 +25,8 @@ async def markdown(request: Request) -> Response:
 
 
 async def conversations(request: Request) -> Response:
-    """As a list, whatever of `from_json` the file is."""
-    return await _answer(request, lambda body: msgspec.json.encode(from_json(body, time.time())), "application/json")
+    """As a list, whatever of `from_file` the file is."""
+    return await _answer(request, lambda body: msgspec.json.encode(from_file(body, time.time())), "application/json")
 
 
 async def _answer(request: Request, write: Callable[[bytes], bytes], kind: str) -> Response:

@@ -159,22 +159,27 @@ async function importFile(file) {
   }
 }
 
-function focusSearch() {
-  if (!history_.root?.offsetParent || history_.root.getBoundingClientRect().right <= 0) toggleSidebar();
-  history_.root?.querySelector("input[type=search]").focus();
+function sidebar() {
+  return history_.root?.closest(".sidebar");
 }
 
 function toggleSidebar() {
-  history_.root?.closest(".sidebar")?.querySelector(".toggle-button")?.click();
+  sidebar()?.querySelector(".toggle-button")?.click();
 }
 
+function focusSearch() {
+  if (!sidebar()?.classList.contains("open")) toggleSidebar();
+  history_.root?.querySelector("input[type=search]").focus();
+}
+
+// On a phone the list covers the chat.
 function closeOnPhone() {
-  if (matchMedia("(max-width: 768px)").matches) toggleSidebar();
+  if (matchMedia("(max-width: 768px)").matches && sidebar()?.classList.contains("open")) toggleSidebar();
 }
 
 whenThere("#penstock-history", (root) => {
   const button = (name, run, attributes) => el("button", { type: "button", onclick: run, ...attributes }, name);
-  const file = el("input", { type: "file", accept: ".json,application/json", hidden: true, "aria-label": "File of chats",
+  const file = el("input", { type: "file", accept: ".json,.md,application/json,text/markdown", hidden: true, "aria-label": "File of chats",
     onchange: () => (importFile(file.files[0]), (file.value = "")) });
   history_.root = root;
   history_.drawn = "";
@@ -186,4 +191,5 @@ whenThere("#penstock-history", (root) => {
     el("div", { class: "foot" }, button("Import", () => file.click()), button("Export all", exportAll),
       button("Delete all", removeEverything), button("?", showKeys, { "aria-label": "Keyboard shortcuts" }), file));
   ready.then(refreshHistory);
+  closeOnPhone();
 });

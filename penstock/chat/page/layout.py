@@ -7,6 +7,7 @@ from typing import Any
 
 import gradio
 
+from penstock.chat.page import compare_tab, completion_tab, elsewhere_tab
 from penstock.chat.page.chat_tab import ChatTab
 from penstock.chat.page.config import PageConfig
 from penstock.chat.page.settings_panel import Panel
@@ -27,6 +28,9 @@ def build(config: PageConfig) -> Any:
             f'<header id="penstock-header"><h1>{escape(config.title)}</h1><div id="penstock-status"></div></header>'
         )
         with gradio.Tab("Chat"):
-            ChatTab(config, chat, panel)
+            tab = ChatTab(config, chat, panel)
+        completion_tab.build(config, upstream)
+        compare_tab.build(config, upstream, tab.bot.latex_delimiters)
+        elsewhere_tab.build(config, upstream)
         panel.listen(blocks)
     return blocks

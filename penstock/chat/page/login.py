@@ -58,7 +58,8 @@ class Login:
         self._shared_key = read_token(Path(config.key_file), "key") if config.key_file else None
         self._sessions = Sessions(Path(config.folder) / "sessions.json", time.time(), say)
         self._attempts = Attempts()
-        self._cookie = f"penstock-ui-{config.port}"
+        # Browsers give cookies of 127.0.0.1 to all its ports, also to tunnels to pages with the same port elsewhere.
+        self._cookie = f"penstock-ui-{config.deployment or config.port}"
         self._page = Path(__file__).with_name("login.html").read_text("utf-8")
 
     # ---- the routes --------------------------------------------------------------------------------------------------

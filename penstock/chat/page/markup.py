@@ -1,4 +1,4 @@
-"""What a model wrote, as Markdown that the page may show. Pure.
+"""What a model wrote, as Markdown that the page may show. Pure, and linear in the length of what is hostile, too.
 
 The page's renderer takes HTML and loads images, and would find formulas between the prices of "$5 and $6". So HTML
 outside code becomes text, images of other hosts become links, and what is a formula gets delimiters that no text has.
@@ -7,95 +7,126 @@ outside code becomes text, images of other hosts become links, and what is a for
 from __future__ import annotations
 
 import re
-from typing import Final
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Final, NamedTuple
 
 # Private-use characters: https://www.unicode.org/charts/PDF/UE000.pdf
 DISPLAY: Final = ("\ue000", "\ue001")
 INLINE: Final = ("\ue002", "\ue003")
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 _PRIVATE = re.compile("[\ue000-\ue003]")
-_CODE_SPAN = re.compile(r"(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
+# Models indent the code of lists and quotes. https://spec.commonmark.org/0.31.2/#fenced-code-blocks
+_FENCE = re.compile(r"(?:[ \t]|>|[-*+][ \t]|\d{1,9}[.)][ \t])*+(`{3,}(?=[^`\n]*+$)|~{3,})", re.MULTILINE)
+_LINE = re.compile(r"[^\n]*+\n|[^\n]++")
+# What may begin code or a formula; an escaped character begins neither.
+_OPENING = re.compile(r"\\\[|\\\(|\\.|`+|\$\$|(?<![$\w])\$(?![\s$])", re.DOTALL)
+_CLOSING = {"$$": "$$", "\\[": "\\]", "\\(": "\\)"}
+_SINGLE = re.compile(r"\$((?:\\.|[^$\\\n])+?)(?<!\s)\$(?![\d\w$])")
 # Tags that tables and chemistry need, without attributes.
-_TAG = re.compile(r"<(?!/?(?:br|sub|sup)\s*/?>|https?://[^\s<>]*>)(?=[A-Za-z/!?])", re.IGNORECASE)
-_IMAGE = re.compile(r"!\[([^\]]*)\]\(\s*<?(?!data:image/)([^)\s>]*)[^)]*\)")
-_REFERENCE_IMAGE = re.compile(r"!(?=\[)(?!\[[^\]]*\]\(\s*<?data:image/)")
-_SINGLE = r"(?<![\\$\w])\$(?![\s$])((?:\\.|[^$\\\n])+?)(?<!\s)\$(?![\d\w$])"
-_FORMULA = re.compile(rf"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|{_SINGLE}", re.DOTALL)
+_TAG = re.compile(r"<(?!/?(?:br|sub|sup)\s*/?>|https?://[^\s<>]*+>)(?=[A-Za-z/!?])", re.IGNORECASE)
+_IMAGE = re.compile(r"!\[([^\]\[]*+)\]\(\s*+<?(?!data:image/)([^)(\s>]*+)[^)(]*+\)")
+_ANY_IMAGE = re.compile(r"!(?=\[)(?!\[[^\]\[]*+\]\(\s*+<?data:image/)")
 
 
 class Markup:
-    """A text that grows: `add` gives all of it as it is shown. What stands before the last empty line is done once."""
+    """A text that grows: `add` gives all of it as it is shown. What more text cannot change is done once."""
 
     def __init__(self) -> None:
-        self._done: list[str] = []
-        self._rest = ""
+        self._done, self._rest, self._fence = "", "", ""
 
     def add(self, text: str) -> str:
-        self._rest += text
-        cut = _last_break(self._rest)
-        if cut:
-            self._done = ["".join([*self._done, shown(self._rest[:cut])])]
-            self._rest = self._rest[cut:]
-        return "".join([*self._done, shown(self._rest)])
+        self._rest += text.replace("\r", "")
+        parts = list(_parts(self._rest, self._fence))
+        n_settled = next((at for at, part in enumerate(parts) if not part.is_settled), len(parts))
+        settled = parts[:n_settled]
+        if settled:
+            self._done += "".join(map(_drawn, settled))
+            self._rest, self._fence = self._rest[sum(len(part.text) for part in settled) :], settled[-1].fence
+        return self._done + "".join(map(_drawn, parts[n_settled:]))
 
 
 def shown(text: str) -> str:
     """The whole of a text, as the page may show it: '<b> $x$ costs $5' -> '&lt;b> \\ue002x\\ue003 costs $5'."""
-    parts: list[str] = []
-    prose: list[str] = []
-    fence = ""
-    for line in text.splitlines(keepends=True):
-        mark = _FENCE.match(line)
-        is_end = bool(fence and mark and mark[1].startswith(fence) and not line[mark.end() :].strip("`~ \r\n"))
-        if not fence and mark is None:
-            prose.append(line)
+    return Markup().add(text)
+
+
+class _Part(NamedTuple):
+    """A line of fenced code, or a paragraph. `fence`: open after it; `is_settled`: more text cannot change it."""
+
+    text: str
+    is_code: bool
+    fence: str
+    is_settled: bool
+
+
+def _parts(text: str, fence: str) -> Iterator[_Part]:
+    start = at = 0
+    is_formula = False
+    for line in _LINE.findall(text):
+        at += len(line)
+        before, (is_code, fence) = fence, _step(line, fence)
+        is_formula ^= not is_code and line.count("$$") % 2 == 1
+        if not is_code and (is_formula or line.strip()):
             continue
-        parts += [_prose("".join(prose)), line]
-        prose = []
-        fence = "" if is_end else fence or (mark[1] if mark else "")
-    return "".join([*parts, _prose("".join(prose))])
+        end, is_settled = at - len(line) if is_code else at, line.endswith("\n")
+        if end > start:
+            yield _Part(text[start:end], False, before, is_settled)
+        if is_code:
+            yield _Part(line, True, fence, is_settled)
+        start, is_formula = at, False
+    if at > start:
+        yield _Part(text[start:], False, fence, False)
+
+
+def _step(line: str, fence: str) -> tuple[bool, str]:
+    """Whether a line is code or its fence, and the fence that is open after it."""
+    mark = _FENCE.match(line)
+    if not fence:
+        return mark is not None, mark[1] if mark else ""
+    is_end = mark is not None and mark[1].startswith(fence) and not line[mark.end() :].strip()
+    return True, "" if is_end else fence
+
+
+def _drawn(part: _Part) -> str:
+    return part.text if part.is_code else _prose(part.text)
 
 
 def _prose(text: str) -> str:
-    pieces, at = [], 0
-    for span in _CODE_SPAN.finditer(text):
-        pieces += [_plain(text[at : span.start()]), span[0]]
-        at = span.end()
-    return "".join([*pieces, _plain(text[at:])])
-
-
-def _plain(text: str) -> str:
-    pieces, at = [], 0
-    text = _PRIVATE.sub("", text)
-    for formula in _FORMULA.finditer(text):
-        pieces += [_harmless(text[at : formula.start()]), _delimited(formula)]
-        at = formula.end()
+    """Code spans stay, formulas get their delimiters, the rest is made harmless."""
+    pieces: list[str] = []
+    at = position = 0
+    runs: dict[str, list[int]] = {}
+    for run in re.finditer("`+", text):
+        runs.setdefault(run[0], []).append(run.start())
+    absent: set[str] = set()  # delimiters that do not come again: looked for once
+    while opening := _OPENING.search(text, position):
+        mark, start, position = opening[0], opening.start(), opening.end()
+        if mark[0] == "`":
+            places = runs.get(mark, ())
+            if (place := bisect_left(places, position)) < len(places):
+                position = places[place] + len(mark)
+                pieces += [_harmless(text[at:start]), text[start:position]]
+                at = position
+        elif mark in _CLOSING and mark not in absent:
+            end = text.find(_CLOSING[mark], position)
+            if end < 0:
+                absent.add(mark)
+            elif text[position:end].strip():
+                delimiters = INLINE if mark == "\\(" else DISPLAY
+                pieces += [_harmless(text[at:start]), _delimited(text[position:end], delimiters)]
+                at = position = end + 2
+        elif mark == "$" and (formula := _SINGLE.match(text, start)):
+            pieces += [_harmless(text[at:start]), _delimited(formula[1], INLINE)]
+            at = position = formula.end()
     return "".join([*pieces, _harmless(text[at:])])
 
 
-def _delimited(formula: re.Match[str]) -> str:
-    display, bracketed, inline, single = formula.groups()
-    tex = next(part for part in (display, bracketed, inline, single) if part is not None)
-    left, right = DISPLAY if display is not None or bracketed is not None else INLINE
-    return left + tex.replace("<", "\\lt ").replace(">", "\\gt ") + right
+def _delimited(tex: str, delimiters: tuple[str, str]) -> str:
+    left, right = delimiters
+    return left + _PRIVATE.sub("", tex).replace("<", "\\lt ").replace(">", "\\gt ") + right
 
 
 def _harmless(text: str) -> str:
+    text = _PRIVATE.sub("", text)
     text = _IMAGE.sub(lambda image: f"[image: {image[1] or 'without a name'}]({image[2]})", text)
-    return _TAG.sub("&lt;", _REFERENCE_IMAGE.sub("&#33;", text))
-
-
-def _last_break(text: str) -> int:
-    """Where the last paragraph begins, outside fenced code; 0 where all may still change."""
-    cut, at, fence, is_formula = 0, 0, "", False
-    for line in text.splitlines(keepends=True):
-        at += len(line)
-        mark = _FENCE.match(line)
-        if mark and not fence:
-            fence = mark[1]
-        elif mark and mark[1].startswith(fence):
-            fence = ""
-        is_formula ^= not fence and line.count("$$") % 2 == 1
-        if not line.strip() and not fence and not is_formula and line.endswith("\n"):
-            cut = at
-    return cut
+    return _TAG.sub("&lt;", _ANY_IMAGE.sub("&#33;", text))

@@ -69,12 +69,11 @@ class Chat:
 
     def _begin(self, conversation: Conversation, turn: Turn) -> GrowingAnswer:
         model = conversation.settings.model
-        price = self._prices.get(model or "")
         if turn.role == "user":
             turn = Turn(new_id(), turn.id, "assistant", model=model)
         else:
             turn = replace(turn, error=None, finish_reason=None)
-        return GrowingAnswer(turn, price, time.monotonic())
+        return GrowingAnswer(turn, self._prices, time.monotonic())
 
     def _pause_s(self, growing: GrowingAnswer) -> Callable[[], float]:
         return lambda: pause_s(self.n_streams, growing.n_chars)

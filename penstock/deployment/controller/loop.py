@@ -18,9 +18,11 @@ import msgspec
 from penstock import processes, targets
 from penstock.deployment import measured
 from penstock.deployment.controller.changes import changes, noted_of
+from penstock.deployment.controller.chat_page import ChatPage
+from penstock.deployment.controller.child import Child
 from penstock.deployment.controller.decide import Decision, Event, Memory, decide
 from penstock.deployment.controller.news import NewsPoster
-from penstock.deployment.controller.prometheus import PrometheusChild
+from penstock.deployment.controller.prometheus import Prometheus
 from penstock.deployment.observe import History, Observation, gateways, look, summarise
 from penstock.errors import PenstockError
 from penstock.paths import is_full
@@ -80,14 +82,18 @@ class Controller:
         self._written: tuple[float, State] | None = None
         self._news = NewsPoster(run)
         self._noted = noted_of(last)
-        self._prometheus: PrometheusChild | None = None
-        has_folder = own is None or self.target.shares_files  # in a cluster, the cluster's own watches
-        if deployment.observe.prometheus and has_folder:
-            self._prometheus = PrometheusChild(run, last.prometheus if last else None, is_placed=own is not None)
+        self._children: list[Child] = []
+        self._prometheus: Prometheus | None = None
+        is_placed, has_folder = own is not None, own is None or self.target.shares_files
+        if deployment.observe.prometheus and has_folder:  # in a cluster, the cluster's own watches
+            self._prometheus = Prometheus(run)
+            self._children.append(Child(run, self._prometheus, last.prometheus if last else None, is_placed))
+        if deployment.chat_page is not None and has_folder and "ui" not in self._placed:
+            self._children.append(Child(run, ChatPage(run, is_placed), last.ui if last else None, is_placed))
 
     def run_until_stopped(self) -> None:
-        if self._prometheus is not None:
-            self._prometheus.start()
+        for child in self._children:
+            child.start()
         while not self.stop.is_set() and self.run.exists() and self.run.desired().state == "up":
             try:
                 if self._tick(self.run.desired()).hands_over:
@@ -108,7 +114,7 @@ class Controller:
         self._keep_measured(seen)
         decision = self._act(desired, seen)
         self._note_refusal()
-        self._note_prometheus(seen)
+        self._note_children(seen)
         state = summarise(desired, seen, self.history, time.time())
         was_ready = self.history.was_ready or state.phase == "ready"
         self.history = msgspec.structs.replace(self.history, was_ready=was_ready)
@@ -123,18 +129,18 @@ class Controller:
             self.run.add_event(event.kind, event.text, event.replica, seconds=event.seconds)
 
     def end_children(self) -> None:
-        """The watchdog; Prometheus only where the target placed us: next to `up`, `down` ends it."""
+        """The watchdog; the others only where the target placed us: next to `up`, `down` ends them."""
         if self._watchdog is not None:
             processes.end([self._watchdog], 1.0)
-        if self._prometheus is not None:
-            self._prometheus.stop(ends=self._own is not None)
+        for child in self._children:
+            child.stop(ends=self._own is not None)
 
-    def _note_prometheus(self, seen: Observation) -> None:
-        if self._prometheus is None:
-            return
-        rows = seen.view.replicas if seen.view else ()
-        self._prometheus.machines = tuple(machine for row in rows for machine in row.announcement.machines)
-        self.history = msgspec.structs.replace(self.history, prometheus=self._prometheus.part)
+    def _note_children(self, seen: Observation) -> None:
+        if self._prometheus is not None:
+            rows = seen.view.replicas if seen.view else ()
+            self._prometheus.machines = tuple(machine for row in rows for machine in row.announcement.machines)
+        parts = {child.service.role: child.part for child in self._children}
+        self.history = msgspec.structs.replace(self.history, **parts)
 
     def _own_part(self, last: State | None) -> Part:
         part = Part("running", processes.identify(os.getpid(), "controller"), unit=self._own)

@@ -81,9 +81,11 @@ def _page_problems(deployment: Deployment) -> Iterator[Problem]:
     if traffic.has_tls_in_pod(deployment):
         message = "no certificate of the gateway's pods names their Service, by which the page reaches them"
         yield Problem("ui", message, "set kubernetes.expose to Ingress or HTTPRoute, or remove kubernetes.tls_secret")
+    if page.port == 0:
+        yield Problem("ui.port", "0 is not the port of a Service", "remove it, for 7860")
     if page.host != Ui().host:
         yield Problem("ui.host", "the page listens in its pod, for a Service", "remove it")
-    if page.root_path is not None and block_of(deployment).has_paths and not page.root_path.strip("/"):
+    if block_of(deployment).has_paths and not traffic.page_path(page):
         yield Problem("ui.root_path", "clients have the gateway at that path", "remove it, for /ui")
 
 

@@ -21,7 +21,7 @@ from penstock.errors import PenstockError
 from penstock.log_lines import kept_lines
 from penstock.paths import write_atomically
 from penstock.run_folder import Desired, Record, Run, State, is_locked
-from penstock.targets.kubernetes import objects
+from penstock.targets.kubernetes import objects, traffic
 from penstock.targets.kubernetes.api import Api, ApiError
 from penstock.targets.kubernetes.objects import Object
 from penstock.wire.announcement import GatewayAddress
@@ -180,7 +180,7 @@ def note_gateway(api: Api, run: Run, unit: str) -> None:
     admin = f"{objects.gateway_pods(run.name)}:{objects.ADMIN_PORT}"
     url, page = _public_url(api, run), run.deployment().chat_page
     has_page = url is not None and page is not None and objects.block_of(run.deployment()).has_paths
-    page_url = f"{url}{page.root_path}/" if has_page and page is not None else None
+    page_url = f"{url}{traffic.page_path(page)}/" if has_page and page is not None else None
     address = GatewayAddress(unit, listen, (admin,), url, page_url)
     run.gateway_folder.mkdir(exist_ok=True)
     write_atomically(run.gateway_address_file, msgspec.json.encode(address))

@@ -35,9 +35,11 @@ def why(output: str) -> str:
     """Why pip failed, from what it printed. Pure."""
     if "No module named pip" in output:
         return "this image has no pip"
+    index = re.sub(r"//[^/@]*@", "//", os.environ.get("PIP_INDEX_URL", "pypi.org"))
     if _NO_INDEX.search(output):
-        index = os.environ.get("PIP_INDEX_URL", "pypi.org")
-        return f"no package index answers at {re.sub(r'//[^/@]*@', '//', index)}"
+        return f"no package index answers at {index}"
+    if "not a trusted or secure host" in output:
+        return f"pip ignores {index}, which is not https; PIP_TRUSTED_HOST allows it"
     lines = [line for line in output.splitlines() if line.startswith("ERROR:")] or output.splitlines()
     return lines[-1].removeprefix("ERROR:").strip() if lines else "pip failed"
 

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from penstock.chat.page.proxied import clean_prefix
 from penstock.errors import Problem
-from penstock.spec.deployment import Deployment
+from penstock.spec.deployment import Deployment, Ui
 from penstock.targets.kubernetes import objects
 from penstock.targets.kubernetes.objects import (
     ADMIN_PORT,
@@ -55,6 +56,11 @@ def has_tls_in_pod(deployment: Deployment) -> bool:
     return block.expose == "LoadBalancer" and block.tls_secret is not None
 
 
+def page_path(page: Ui) -> str:
+    """Where clients outside have the chat page, without a slash at its end."""
+    return clean_prefix(page.root_path or "")
+
+
 def service_port(deployment: Deployment) -> Object:
     scheme = "https" if has_tls_in_pod(deployment) else "http"
     port = {"name": "http", "port": deployment.gateway.port, "targetPort": "http", "protocol": "TCP"}
@@ -78,7 +84,7 @@ def _ingress(deployment: Deployment) -> Object:
     page = deployment.chat_page
     if page is not None:
         service = {"name": objects.ui(name), "port": {"name": "http"}}
-        paths.insert(0, {"path": page.root_path or "/ui", "pathType": "Prefix", "backend": {"service": service}})
+        paths.insert(0, {"path": page_path(page), "pathType": "Prefix", "backend": {"service": service}})
     spec: Object = {"rules": [{"host": block.host, "http": {"paths": paths}}]}
     if block.ingress_class is not None:
         spec["ingressClassName"] = block.ingress_class
@@ -131,7 +137,7 @@ def _route(deployment: Deployment, is_gke: bool) -> list[Object]:
     backends: list[tuple[str, Object]] = [("/", backend)]
     page = deployment.chat_page
     if page is not None:
-        backends.insert(0, (page.root_path or "/ui", {"name": objects.ui(name), "port": page.port}))
+        backends.insert(0, (page_path(page), {"name": objects.ui(name), "port": page.port}))
     rules: list[Object] = [
         {"matches": [{"path": {"type": "PathPrefix", "value": path}}], "backendRefs": [each]} for path, each in backends
     ]

@@ -355,6 +355,9 @@ def _value_problems(deployment: Deployment, block: Slurm, run_path: str) -> Iter
         yield Problem("slurm.cpus_per_node", f"{block.cpus_per_node} is below 1")
     if block.controller == "job" and deployment.gateway.on != "job":
         yield Problem("slurm.controller", '"job", but the gateway is not in a job', "set gateway.on: job")
+    if block.controller == "job" and deployment.chat_page is not None and deployment.chat_page.login == "none":
+        words = "everyone who reaches the controller's node could use the engines"
+        yield Problem("ui.login", words, "remove it; people log in with a key: penstock keys create NAME")
     if block.successor_s is not None and block.successor_s < 0:
         yield Problem("slurm.successor_s", f"{block.successor_s:g} is below 0")
     if not _PATH.match(run_path):

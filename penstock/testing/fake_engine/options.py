@@ -38,6 +38,9 @@ class Options:
     shutdown_timeout: float = 0.0
     child: bool = False
     echo_body: bool = False
+    answers: str | None = None
+    accepts_images: bool = False
+    enable_prompt_tokens_details: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,6 +64,9 @@ _HELP = {
     "tokens_per_chunk": "per SSE event",
     "reply_tokens": "where a chat answer ends by itself",
     "echo_body": "the answer is the request body's sha256",
+    "answers": "a JSON file of answers by the last message",
+    "accepts_images": "else a request with one gets vLLM's 400",
+    "enable_prompt_tokens_details": "cached tokens in the usage, as with vLLM",
     "crash_at_start": "log this as an error while starting, exit 1",
     "oom": "refuse to start with one of vLLM's memory errors, exit 1",
     "crash_after_requests": "die when generation N+1 arrives",

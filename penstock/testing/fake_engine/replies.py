@@ -59,21 +59,28 @@ def _card(name: str, options: Options, created: int) -> dict[str, object]:
 
 
 def usage(ask: Ask, n_tokens: int) -> dict[str, object]:
-    return {
+    counts: dict[str, object] = {
         "prompt_tokens": ask.n_prompt_tokens,
         "total_tokens": ask.n_prompt_tokens + n_tokens,
         "completion_tokens": n_tokens,
     }
+    return counts if ask.n_cached_tokens is None else counts | {"prompt_tokens_details": _details(ask)}
+
+
+def _details(ask: Ask) -> dict[str, object]:
+    return {"cached_tokens": ask.n_cached_tokens, "created_cache_tokens": None, "multimodal_tokens": None}
 
 
 def whole(ask: Ask, reply_id: str, model: str, created: int) -> bytes:
-    text = ask.text(0, ask.n_tokens)
-    nothing = {"prompt_tokens_details": None, "completion_tokens_details": None}
+    text, counts = ask.text(0, ask.n_tokens), usage(ask, ask.n_tokens)
+    counts |= {"prompt_tokens_details": counts.get("prompt_tokens_details"), "completion_tokens_details": None}
     end = {"logprobs": None, "finish_reason": ask.finish_reason, "stop_reason": None, "token_ids": None}
     choice: dict[str, object] = {"index": 0}
     if ask.is_chat:
         unused = {"refusal": None, "annotations": None, "audio": None, "function_call": None, "reasoning": None}
-        choice |= {"message": {"role": "assistant", "content": text, **unused}, **end, "routed_experts": None}
+        message: dict[str, object] = {"role": "assistant", "content": text, **unused}
+        message |= ask.chosen.message() if ask.chosen is not None else {}
+        choice |= {"message": message, **end, "routed_experts": None}
         tail = {"prompt_logprobs": None, "prompt_token_ids": None, "prompt_text": None}
     else:
         choice |= {"text": text, **end, "prompt_logprobs": None, "prompt_token_ids": None, "routed_experts": None}
@@ -86,7 +93,7 @@ def whole(ask: Ask, reply_id: str, model: str, created: int) -> bytes:
         "choices": [choice],
         "service_tier": None,
         "system_fingerprint": FINGERPRINT,
-        "usage": usage(ask, ask.n_tokens) | nothing,
+        "usage": counts,
         **tail,
         "kv_transfer_params": None,
         "ec_transfer_params": None,
@@ -103,12 +110,11 @@ class Events:
         kind = "chat.completion.chunk" if ask.is_chat else "text_completion"
         head = dump({"id": reply_id, "object": kind, "created": created, "model": model})[:-1]
         self._head = f"data: {head}"
-        self._open = self._head + ',"choices":[{"index":0,' + ('"delta":{"content":' if ask.is_chat else '"text":')
-        close = "}" if ask.is_chat else ""
+        self._open = self._head + ',"choices":[{"index":0,' + ('"delta":' if ask.is_chat else '"text":')
         ids = '"token_ids":null}]' if ask.is_chat else '"prompt_token_ids":null,"token_ids":null}]'
         stop = "" if ask.is_chat else '"stop_reason":null,'
-        self._close = f'{close},"logprobs":null,"finish_reason":null,{stop}{ids}'
-        self._finish = f'{close},"logprobs":null,"finish_reason":"{ask.finish_reason}","stop_reason":null,{ids}'
+        self._close = f',"logprobs":null,"finish_reason":null,{stop}{ids}'
+        self._finish = f',"logprobs":null,"finish_reason":"{ask.finish_reason}","stop_reason":null,{ids}'
 
     def first(self) -> bytes:
         if not self.ask.is_chat:
@@ -120,14 +126,21 @@ class Events:
     def tokens(self, first: int, end: int, per_chunk: int = 1) -> bytes:
         """Chunks with tokens `first` .. `end` - 1. The one with the last token carries the finish reason."""
         chunks = []
+        per_chunk = 1 if self.ask.deltas else per_chunk
         for i in range(first, end, per_chunk):
             upto = min(i + per_chunk, end)
             is_last = upto == self.ask.n_tokens
             close = self._finish if is_last else self._close
             shows_print = is_last and not self.ask.includes_usage
             mark = f',"system_fingerprint":"{FINGERPRINT}"' if shows_print else ""
-            chunks.append(f"{self._open}{dump(self.ask.text(i, upto))}{close}{self._usage(upto)}{mark}}}\n\n")
+            chunks.append(f"{self._open}{self._piece(i, upto)}{close}{self._usage(upto)}{mark}}}\n\n")
         return "".join(chunks).encode()
+
+    def _piece(self, first: int, end: int) -> str:
+        ask = self.ask
+        if not ask.is_chat:
+            return dump(ask.text(first, end))
+        return dump(ask.deltas[first]) if first < len(ask.deltas) else f'{{"content":{dump(ask.text(first, end))}}}'
 
     def end(self) -> bytes:
         if not self.ask.includes_usage:

@@ -7,10 +7,13 @@ import json
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from penstock.testing.fake_engine import answers
+from penstock.testing.fake_engine.answers import Answer, Delta
 from penstock.testing.fake_engine.options import Options
 
 COMPLETION_TOKENS = 16  # vLLM's default max_tokens for /v1/completions
 TOKENS_PER_MESSAGE = 4  # what a chat template adds around one message
+TOKENS_PER_IMAGE = 256
 _WORD_CHARS_MAX = 24
 _DIGEST_PIECES = 8
 
@@ -40,13 +43,21 @@ class Ask:
     includes_usage: bool = False
     continues_usage: bool = False
     digest: str | None = None
+    chosen: Answer | None = None
+    deltas: tuple[Delta, ...] = ()  # of `chosen`
+    prefixes: tuple[tuple[bytes, int], ...] = ()  # each beginning of the chat that may be cached, and its tokens
+    n_cached_tokens: int | None = None
 
     @property
     def finish_reason(self) -> str:
-        return "stop" if self.ends_itself else "length"
+        if not self.ends_itself:
+            return "length"
+        return "tool_calls" if self.chosen is not None and self.chosen.tool_calls else "stop"
 
     def text(self, first: int, end: int) -> str:
         """The text of tokens `first` .. `end` - 1, counted from 0: (0, 2) of "tell me" -> "1:tell 2:me"."""
+        if self.chosen is not None:
+            return "".join(str(delta.get("content", "")) for delta in self.deltas[first:end])
         if self.digest is not None:
             size = len(self.digest) // _DIGEST_PIECES
             return self.digest[first * size : end * size]
@@ -68,7 +79,11 @@ def expected_text(prompt: str, n_tokens: int) -> str:
 
 def read_generation(body: bytes, headers: dict[str, str], is_chat: bool, options: Options) -> Ask:
     asked = read_object(body, headers)
-    words, n_prompt_tokens = _chat_prompt(asked, options) if is_chat else _completion_prompt(asked, options)
+    prompt, n_prompt_tokens = _chat_prompt(asked, options) if is_chat else _completion_prompt(asked, options)
+    chosen = answers.choose(answers.load(options.answers), prompt) if options.answers is not None else None
+    if chosen is not None and chosen.status >= 400:
+        raise Refusal(chosen.status, error(chosen.text, "BadRequestError", None, chosen.status))
+    deltas = chosen.deltas() if chosen is not None else ()
     max_tokens = _max_tokens(asked, options)
     if n_prompt_tokens >= options.max_model_len:
         raise _too_long(options.max_model_len)
@@ -78,11 +93,14 @@ def read_generation(body: bytes, headers: dict[str, str], is_chat: bool, options
         raise bad_request("Stream options can only be defined when `stream=True`.", "stream_options")
     ends_itself = max_tokens is None and is_chat and not asked.get("ignore_eos")
     n_tokens = options.reply_tokens + 1 if ends_itself else (max_tokens or COMPLETION_TOKENS)
+    if chosen is not None:
+        n_tokens = min(len(deltas) + 1, max_tokens or n_room)
+        ends_itself = n_tokens == len(deltas) + 1
     if max_tokens is None and asked.get("ignore_eos") and is_chat:
         n_tokens = n_room
     return Ask(
         is_chat=is_chat,
-        words=words,
+        words=_words(prompt),
         n_prompt_tokens=n_prompt_tokens,
         n_tokens=_DIGEST_PIECES if options.echo_body else min(n_tokens, n_room),
         ends_itself=ends_itself and n_tokens <= n_room and not options.echo_body,
@@ -90,13 +108,17 @@ def read_generation(body: bytes, headers: dict[str, str], is_chat: bool, options
         includes_usage=bool(stream_options.get("include_usage")),
         continues_usage=bool(stream_options.get("include_usage") and stream_options.get("continuous_usage_stats")),
         digest=hashlib.sha256(body).hexdigest() if options.echo_body else None,
+        chosen=chosen,
+        deltas=deltas,
+        prefixes=_prefixes(asked["messages"]) if is_chat and options.enable_prompt_tokens_details else (),
     )
 
 
 def read_tokenize(body: bytes, headers: dict[str, str], options: Options) -> list[int]:
     """Stable made-up ids, one for each token of the prompt."""
     asked = read_object(body, headers)
-    words, n_tokens = _chat_prompt(asked, options) if "messages" in asked else _completion_prompt(asked, options)
+    prompt, n_tokens = _chat_prompt(asked, options) if "messages" in asked else _completion_prompt(asked, options)
+    words = _words(prompt)
     return [int.from_bytes(hashlib.sha256(_word(words, i).encode()).digest()[:2], "big") for i in range(n_tokens)]
 
 
@@ -151,7 +173,7 @@ def _check_model(asked: dict[str, Any], options: Options) -> None:
         raise Refusal(404, error(message, "NotFoundError", "model", 404))
 
 
-def _chat_prompt(asked: dict[str, Any], options: Options) -> tuple[tuple[str, ...], int]:
+def _chat_prompt(asked: dict[str, Any], options: Options) -> tuple[str, int]:
     if "messages" not in asked:
         raise _invalid("body.messages", "missing", "Field required", f"<dict of {len(asked)} items>")
     messages = asked["messages"]
@@ -160,18 +182,38 @@ def _chat_prompt(asked: dict[str, Any], options: Options) -> tuple[tuple[str, ..
     _check_model(asked, options)
     if not messages:
         raise bad_request("Cannot apply chat template to an empty conversation. Provide at least one message.", None)
+    n_images = sum(_n_images(message.get("content")) for message in messages)
+    if n_images and not options.accepts_images:
+        raise bad_request(f"{options.names[0]} is not a multimodal model", None)
     texts = [_content(message.get("content")) for message in messages]
-    return _words(texts[-1]), sum(len(text.split()) + TOKENS_PER_MESSAGE for text in texts)
+    n_tokens = sum(len(text.split()) + TOKENS_PER_MESSAGE for text in texts)
+    return texts[-1], n_tokens + n_images * TOKENS_PER_IMAGE
 
 
 def _content(content: object) -> str:
     """A message's text, given as a string or as OpenAI's list of parts."""
     if isinstance(content, list):
-        return " ".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+        return " ".join(str(part["text"]) for part in content if isinstance(part, dict) and "text" in part)
     return content if isinstance(content, str) else ""
 
 
-def _completion_prompt(asked: dict[str, Any], options: Options) -> tuple[tuple[str, ...], int]:
+def _n_images(content: object) -> int:
+    parts = content if isinstance(content, list) else []
+    return sum(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
+
+
+def _prefixes(messages: list[dict[str, Any]]) -> tuple[tuple[bytes, int], ...]:
+    """What a later request may begin with: the first message, the first two, ..., and the tokens of each."""
+    digest, n_tokens, prefixes = hashlib.sha256(), 0, []
+    for message in messages:
+        text = _content(message.get("content"))
+        digest.update(f"{message.get('role')}\0{text}\0".encode("utf-8", "replace"))
+        n_tokens += len(text.split()) + TOKENS_PER_MESSAGE
+        prefixes.append((digest.digest(), n_tokens))
+    return tuple(prefixes)
+
+
+def _completion_prompt(asked: dict[str, Any], options: Options) -> tuple[str, int]:
     _check_model(asked, options)
     prompt = asked.get("prompt")
     if not prompt:
@@ -182,7 +224,7 @@ def _completion_prompt(asked: dict[str, Any], options: Options) -> tuple[tuple[s
         prompt = prompt[0]
     if not isinstance(prompt, str):
         raise bad_request("The fake engine takes one prompt: a string, or a list of token ids.", "prompt")
-    return _words(prompt), max(1, len(prompt.split()))
+    return prompt, max(1, len(prompt.split()))
 
 
 def _max_tokens(asked: dict[str, Any], options: Options) -> int | None:

@@ -7,6 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 
@@ -34,6 +35,7 @@ _METHODS = {
     "/v1/chat/completions": ("POST",),
     "/v1/completions": ("POST",),
 }
+_PREFIXES_MAX = 10_000  # of chats that count as cached
 _BATCH_TOKENS = 64  # with --tokens-per-s inf: tokens in one write, so that streams take turns
 
 
@@ -76,6 +78,7 @@ class Engine:
         self.key = os.environ.get("PENSTOCK_ENGINE_KEY")  # engines.KEY_VARIABLE: not imported, we stand alone
         self._slots = asyncio.Semaphore(options.max_num_seqs)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._cached: dict[bytes, None] = {}
 
     def answer(self, request: Request) -> tuple[int, bytes, str | None]:
         match request.path:
@@ -104,6 +107,8 @@ class Engine:
             raise Refusal(500, requests.error(message, "InternalServerError", None, 500))
         self._n_generations += 1
         self._count_faults()
+        if self.options.enable_prompt_tokens_details:
+            ask = replace(ask, n_cached_tokens=self._find_cached(ask))
         name = request.headers.get("x-request-id") or f"{self._n_generations:016x}"
         reply_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{name}"
         generation = Generation(ask, connection, reply_id, self.options.names[0])
@@ -111,6 +116,14 @@ class Engine:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def _find_cached(self, ask: Ask) -> int:
+        """The tokens of the longest beginning that an earlier chat had, too; the last token is never cached."""
+        n_cached = max((n for digest, n in ask.prefixes if digest in self._cached), default=0)
+        self._cached |= dict.fromkeys(digest for digest, _ in ask.prefixes)
+        while len(self._cached) > _PREFIXES_MAX:
+            del self._cached[next(iter(self._cached))]
+        return min(n_cached, ask.n_prompt_tokens - 1)
 
     async def stop(self, timeout_s: float) -> None:
         self.is_draining = True
@@ -184,7 +197,7 @@ class Engine:
             if self._is_hung:
                 await asyncio.Event().wait()
             await self._pace(generation, arrived_at)
-            reason = ask.finish_reason
+            reason = "stop" if ask.ends_itself else "length"  # the engine knows nothing of tools
         finally:
             if reason == "abort" and self._failure is not None:
                 reason = "error"

@@ -1,0 +1,58 @@
+"""The tab for a raw prompt, without roles or template: /v1/completions, as base models want it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+
+import gradio
+
+from penstock.chat import settings as parameters
+from penstock.chat.page.config import PageConfig
+from penstock.chat.page.plain_answer import PlainAnswer, grow, model_names, stopped
+from penstock.chat.page.sessions import visitor
+from penstock.chat.page.upstream import Upstream
+from penstock.chat.settings import Settings
+
+_MAX_TOKENS = (10, 512, 50)  # least, most, at first
+
+
+def build(config: PageConfig, upstream: Upstream) -> None:
+    """Adds the tab; called in `gradio.Blocks`."""
+
+    async def complete(
+        prompt: str, model: str | None, max_tokens: int, temperature: float, stop: str, request: gradio.Request
+    ) -> AsyncGenerator[PlainAnswer, None]:
+        stops = tuple(line for line in stop.splitlines() if line)
+        settings = Settings(model, max_tokens=max_tokens, temperature=temperature, stop=stops)
+        pieces = upstream.stream_complete(visitor(request).key, prompt, parameters.fields(settings, is_chat=False))
+        async with contextlib.aclosing(grow(pieces, config.prices.get(model or ""), request)) as growing:
+            async for answer in growing:
+                yield answer
+
+    async def models(chosen: str | None, request: gradio.Request) -> object:
+        names = await model_names(upstream, request)
+        return gradio.Dropdown(choices=names, value=chosen if chosen in names or not names else names[0])
+
+    with gradio.Tab("Completion", elem_id="penstock-completion") as tab:
+        with gradio.Row():
+            with gradio.Column(scale=3):
+                prompt = gradio.Textbox(label="Prompt", lines=5, max_lines=20, placeholder="Once upon a time")
+                with gradio.Row():
+                    submit, stop = gradio.Button("Submit", variant="primary"), gradio.Button("Stop")
+                text = gradio.Textbox(label="Answer", lines=10, max_lines=30, interactive=False, buttons=["copy"])
+                below = gradio.HTML()
+            with gradio.Column(scale=1, min_width=220):
+                model = gradio.Dropdown(
+                    label="Model", value=config.model, choices=[config.model] if config.model else []
+                )
+                low, high, first = _MAX_TOKENS
+                max_tokens = gradio.Slider(low, high, value=first, step=1, label="Max tokens")
+                temperature = gradio.Slider(0, 2, value=0, step=0.05, label="Temperature")
+                stops = gradio.Textbox(label="Stop texts, one a line", lines=2)
+        inputs = [prompt, model, max_tokens, temperature, stops]
+        run = submit.click(
+            complete, inputs, [text, below], show_progress="hidden", concurrency_limit=None, api_visibility="private"
+        )
+        stop.click(stopped, below, below, cancels=[run], show_progress="hidden", api_visibility="private")
+    tab.select(models, model, model, show_progress="hidden", api_visibility="private")

@@ -1,0 +1,102 @@
+"""The chat page of a run: its settings, its key where it needs one, and why it cannot start."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import time
+from pathlib import Path
+
+import msgspec
+
+from penstock.chat.page.config import PageConfig
+from penstock.errors import PenstockError, UserError
+from penstock.gateway.accounting import store
+from penstock.gateway.accounting.key_store import KeyStore, hash_of
+from penstock.hardware import network
+from penstock.paths import read_token, write_atomically
+from penstock.run_folder import Run
+from penstock.spec.deployment import Deployment, Ui
+
+EXTRA = "pip install 'penstock[ui]'"
+KEY = "chat-page"  # the name of the key that people share who need no login
+
+
+def is_installed() -> bool:
+    importlib.invalidate_caches()  # it may come while the controller runs
+    return importlib.util.find_spec("gradio") is not None
+
+
+def page_of(deployment: Deployment) -> Ui:
+    return deployment.chat_page or Ui()
+
+
+def why_absent(host: str, port: int) -> str | None:
+    """Why a page cannot start here; None when it can."""
+    if not is_installed():
+        return f"the chat page is not installed: {EXTRA}"
+    try:
+        network.check_port(host, port, "ui.port")
+    except UserError as error:
+        return f"the chat page {'; '.join(filter(None, (error.message, error.detail)))}; set ui.port"
+    return None
+
+
+def warning(deployment: Deployment, existing: Run | None) -> str | None:
+    """Why the page next to a controller on this machine will not start; `existing`: a run that this one replaces."""
+    page, before = deployment.chat_page, None if existing is None else existing.deployment().chat_page
+    if page is None:
+        return None
+    holds_port = before is not None and before.port == page.port
+    reason = why_absent(page.host, 0 if holds_port else page.port)
+    return None if reason is None else f"ui: {reason}"
+
+
+def write_config(run: Run, gateway: str, host: str, port: int) -> Path:
+    """Writes what the page's process reads, ui.json; its path. `gateway`: the base URL that it asks.
+
+    Raises OSError, and PenstockError where the store cannot be opened.
+    """
+    deployment, model = run.deployment(), run.plan().served_names[0]
+    page, price = page_of(deployment), deployment.gateway.price
+    run.ui_folder.mkdir(mode=0o700, exist_ok=True)
+    has_login = page.login != "none"
+    key_file = _shared_key(run) if deployment.gateway.auth == "keys" and not has_login else None
+    config = PageConfig(
+        gateway, host, port, str(run.ui_folder), has_login, None if key_file is None else str(key_file),
+        ca_file=run.gateway_file().tls_cert if gateway.startswith("https") and run.gateway_config.exists() else None,
+        deployment=run.name, title=page.title or run.name, model=model, system=page.system, examples=page.examples,
+        root_path=page.root_path or "", prices={} if price is None else {model: price},
+    )  # fmt: skip
+    write_atomically(run.ui_config, msgspec.json.format(msgspec.json.encode(config), indent=2), mode=0o600)
+    return run.ui_config
+
+
+def gateway_of(run: Run) -> str | None:
+    """The base URL that its page was started with."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(run.ui_config.read_bytes(), type=PageConfig).gateway
+    return None
+
+
+def _shared_key(run: Run) -> Path | None:
+    """A file with the key of everyone at the page: the one from before while the store has it, else a new one."""
+    file, place = run.ui_folder / "key", run.gateway_file().store
+    if place is None:
+        return None
+    with contextlib.closing(store.connect(place)) as database:
+        keys = KeyStore(database)
+        if not _is_valid(file, keys):
+            write_atomically(file, keys.renew(KEY, 0.0, time.time()).encode(), mode=0o600)
+            run.add_event("key created", f"{KEY}, of everyone at the chat page")
+    return file
+
+
+def _is_valid(file: Path, keys: KeyStore) -> bool:
+    try:
+        digest = hash_of(read_token(file))
+    except PenstockError:
+        return False
+    living = [key for key in keys.all() if key.name == KEY and key.revoked_at is None]
+    return any(secret.hash == digest and secret.expires_at is None for key in living for secret in key.secrets)

@@ -1,0 +1,149 @@
+"""A person in front of the chat page, in Chromium: what the browser tests do, by what is on the screen."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from chat_page_rig import ChatPage
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, Request, expect, sync_playwright
+
+WIDE, PHONE = {"width": 1360, "height": 900}, {"width": 390, "height": 844}
+# What Chromium says of a page's own requests that fail on purpose: the tests of failures allow it.
+_NETWORK = re.compile("Failed to load resource|ERR_|EventSource|NetworkError|Failed to fetch")
+
+
+class Chat:
+    """One tab. Locators wait; `expect` has a timeout of some seconds."""
+
+    def __init__(self, page: Page, rig: ChatPage) -> None:
+        self.page, self.rig = page, rig
+        self.box = page.locator("#penstock-message textarea")
+        self.conversation = page.locator("#penstock-chat")
+        self.figures = page.locator(".penstock-figures")  # below each answer that has ended
+        self.clock = page.locator(".penstock-clock")  # below the answer that grows
+        self.error = page.locator(".penstock-error")
+        self.chats = page.locator("#penstock-history li .open")
+        self.stop = (
+            page.locator("#penstock-stop").and_(page.locator("button")).or_(page.locator("#penstock-stop button"))
+        )
+        self.chip = page.locator("#penstock-state")
+
+    def ask(self, text: str) -> None:
+        self.box.fill(text)
+        self.box.press("Enter")
+
+    def ask_and_wait(self, text: str, answer: str | None = None) -> None:
+        """Until the answer is whole: its figures are there."""
+        n_before = self.figures.count()
+        self.ask(text)
+        expect(self.conversation).to_contain_text(answer or f"You said: {text}")
+        expect(self.figures).to_have_count(n_before + 1)
+
+    def act(self, name: str) -> Locator:
+        """The buttons below questions and answers: copy, retry, edit, delete, choose, continue, shrink."""
+        return self.page.locator(f"button[data-act={name}]")
+
+    @property
+    def leaf(self) -> dict[str, Any]:
+        """The last turn of what is kept in this tab."""
+        conversation = self.stored()
+        turn: dict[str, Any] = conversation["turns"][conversation["leaf"]]
+        return turn
+
+    def stored(self) -> dict[str, Any]:
+        """This tab's conversation, as the browser has it."""
+        conversation: dict[str, Any] = json.loads(self.page.evaluate("penstock.current()"))
+        return conversation
+
+    def new(self) -> None:
+        self.page.get_by_role("button", name="New chat").click()
+
+
+class People:
+    """Tabs of one test, logged in unless told otherwise; no request went to another host and no script failed."""
+
+    def __init__(self, browser: Browser, rig: ChatPage, cookies: list[Any]) -> None:
+        self.browser, self.rig, self.cookies = browser, rig, cookies
+        self.contexts: list[BrowserContext] = []
+        self.complaints: list[str] = []
+        self.hosts: set[str] = set()
+        self.origins = {f"127.0.0.1:{rig.port}"}
+
+    def context(self, *, is_logged_in: bool = True, **options: Any) -> BrowserContext:
+        context = self.browser.new_context(**{"viewport": WIDE, "timezone_id": "UTC", **options})
+        context.set_default_timeout(15_000)
+        if is_logged_in:
+            context.add_cookies(self.cookies)
+        self.contexts.append(context)
+        return context
+
+    def tab(self, context: BrowserContext | None = None, *, url: str | None = None, **options: Any) -> Page:
+        page = (context or self.context(**options)).new_page()
+        page.on("request", self._note)
+        page.on("console", lambda message: self._complain(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.goto(url or self.rig.url)
+        return page
+
+    def chat(self, context: BrowserContext | None = None, **options: Any) -> Chat:
+        """A tab whose message box can be typed in."""
+        chat = Chat(self.tab(context, **options), self.rig)
+        expect(chat.box).to_be_visible()
+        return chat
+
+    def __enter__(self) -> People:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for context in self.contexts:
+            context.close()
+        assert self.complaints == []
+        assert self.hosts - self.origins - {""} == set()
+
+    def _note(self, request: Request) -> None:
+        if request.url.startswith("http"):
+            self.hosts.add(request.url.split("/")[2])
+
+    def _complain(self, text: str) -> None:
+        if not _NETWORK.search(text):
+            self.complaints.append(text)
+
+
+def violations(page: Page) -> list[str]:
+    """Serious and critical ones of axe, with where they are."""
+    rules = Axe().run(page).response["violations"]
+    return [
+        f"{rule['id']}: {[node['html'][:200] for node in rule['nodes']][:4]}"
+        for rule in rules
+        if rule["impact"] in ("serious", "critical")
+    ]
+
+
+@contextlib.contextmanager
+def a_chromium() -> Iterator[Browser]:
+    program = shutil.which("chromium")
+    if program is None:
+        pytest.skip("chromium is not installed")
+    expect.set_options(timeout=20_000)
+    with sync_playwright() as playwright:
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--lang=en"]
+        with playwright.chromium.launch(executable_path=program, args=arguments) as browser:
+            yield browser
+
+
+def log_in(browser: Browser, rig: ChatPage, name: str = "ann") -> list[Any]:
+    """The cookies of somebody who came by the address that `penstock ui` opens."""
+    with contextlib.closing(browser.new_context()) as context:
+        page = context.new_page()
+        page.goto(f"{rig.url}#key={rig.make_key(name)}")
+        page.locator("#penstock-message textarea").wait_for(timeout=20_000)
+        assert "key=" not in page.url
+        cookies: list[Any] = context.cookies()
+        return cookies

@@ -1,0 +1,75 @@
+"""What a model wrote, as Markdown that the page may show."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from penstock.chat.page.markup import Markup, shown
+
+D, E = "\ue000", "\ue001"
+F, G = "\ue002", "\ue003"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("$5 and $6", "$5 and $6"),
+        ("costs $5, $x$ is free", f"costs $5, {F}x{G} is free"),
+        ("\\$x$ and US$5 a$b$c", "\\$x$ and US$5 a$b$c"),
+        ("$$a\n\nb$$", f"{D}a\n\nb{E}"),
+        ("\\[a\\] and \\(b<c\\)", f"{D}a{E} and {F}b\\lt c{G}"),
+        ("`$x$ <b>` <b>", "`$x$ <b>` &lt;b>"),
+        ("```\n<b> $x$\n```\n<b>", "```\n<b> $x$\n```\n&lt;b>"),
+        ("1. so\n\n    ```c\n    if (a <b) {}\n    ```", "1. so\n\n    ```c\n    if (a <b) {}\n    ```"),
+        ("- ```\n  <b>\n  ```\n<b>", "- ```\n  <b>\n  ```\n&lt;b>"),
+        ("```x``` <b>", "```x``` &lt;b>"),
+        ("~~~\n```\n<b>\n~~~\n<b>", "~~~\n```\n<b>\n~~~\n&lt;b>"),
+        ("~~~\r~~~\r<b>", "~~~~~~<b>"),
+        ("a<br>b <https://example.com>", "a<br>b <https://example.com>"),
+        ("![cat](https://evil.example/?a)", "[image: cat](https://evil.example/?a)"),
+        ("![cat](data:image/png;base64,AA)", "![cat](data:image/png;base64,AA)"),
+        ("![cat][ref] ![`a`](//evil.example)", "&#33;[cat][ref] &#33;[`a`](//evil.example)"),
+        ("![a](b_(c)) ![a [b]](c)", "&#33;[a](b_(c)) &#33;[a [b]](c)"),
+        (f"{F}x{G}", "x"),
+        ("`a\n\nb` <b>", "`a\n\nb` &lt;b>"),
+    ],
+)
+def test_html_and_images_become_text_and_formulas_get_their_delimiters(text: str, expected: str) -> None:
+    assert shown(text) == expected
+
+
+def test_text_that_grows_is_shown_as_the_whole() -> None:
+    chance = random.Random(1)
+    words = ["`", "``", "```", "\n", "\n\n", "$", "$$", "\\[", "\\]", "\\(", "\\)", "\\", " ", "a", "1", "<b>", "~~~"]
+    words += ["![x](http://e/)", "![", "](", ")", "- ", "> ", "\r"]
+    for _ in range(3000):
+        text = "".join(chance.choices(words, k=chance.randint(1, 14)))
+        markup, cuts = Markup(), sorted(chance.choices(range(len(text) + 1), k=3))
+        pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert [markup.add(piece) for piece in pieces][-1] == shown(text), text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["\\[ ", "\\( ", "$a ", "$$ ", "$$x", "` ", "`a", "![", "![](", "![a](<", "<a", "<https://", "![x]( ", "```a`\n",
+     "```\n~~~\n", "![a]", "- ", "> ", "\n", "$a$b", "\\\\", "![](data:image/", "- ```", "$\\a"],
+)  # fmt: skip
+def test_hostile_text_costs_no_more_than_its_length(text: str) -> None:
+    def cpu_s(n_chars: int) -> float:
+        begun = time.process_time()
+        shown(text * (n_chars // len(text)))
+        return time.process_time() - begun
+
+    assert cpu_s(20_000) < 0.2  # squared it would be seconds
+
+
+def test_code_that_grows_is_not_read_again() -> None:
+    markup = Markup()
+    markup.add("```\n")
+    begun = time.process_time()
+    for _ in range(400):
+        markup.add("x = 1  # <b>\n" * 25)
+    assert time.process_time() - begun < 0.2

