@@ -454,6 +454,27 @@ async def test_alias_of_an_upstream_reaches_the_engine_as_the_models_name() -> N
     await engine.stop()
 
 
+@pytest.mark.parametrize(
+    ("models", "max_model_len"),
+    [
+        (b'{"data":[{"id":"lora","max_model_len":5},{"id":"m","max_model_len":8192}]}', 8192),
+        (b'{"data":[{"id":"other","max_model_len":512}]}', 512),
+        (b'{"data":[]}', None),
+        (b"<html>", None),
+    ],
+)
+async def test_an_upstream_is_asked_for_its_longest_request(models: bytes, max_model_len: int | None) -> None:
+    engine = Engine(say(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(models), models)))
+    await engine.start()
+    async with Rig(upstreams=(Upstream(engine.url, "m"),), models=(ServedModel("m"),)) as rig:
+        while not any(seen.head.target == b"/v1/models" for seen in engine.seen):
+            await asyncio.sleep(0.001)
+        await rig.until(lambda view: view["replicas"][0]["announcement"].get("max_model_len") == max_model_len)
+        body = json.loads((await (await rig.client()).get("/v1/models").response())[1])
+        assert body["data"][0].get("max_model_len") == max_model_len
+    await engine.stop()
+
+
 async def test_admin_calls_need_the_token() -> None:
     async with Rig() as rig:
         assert await rig.admin("/admin/health") == (200, {"ok": True})

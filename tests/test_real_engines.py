@@ -33,6 +33,7 @@ from penstock.run_folder import Run
 from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS, TEMPERATURE, DemoPrompt
 from penstock.wire.answers import Chunk, Reply
 from penstock.wire.client import Client
+from penstock.wire.model_list import ReplicaCount
 
 DEADLINE_S = 300.0  # a start of real vLLM takes 80 s of two cores, and it is not alone on them
 TRUTH_S = 10.0  # the promise: status tells the truth within this time
@@ -232,6 +233,15 @@ def test_a_streamed_answer_is_the_same_text_in_pieces(live: Live) -> None:
     assert len(texts) > 5
     assert reply.output_tokens and reply.output_tokens > 10
     assert reply.replica == "0"
+
+
+def test_a_repeated_prompt_is_counted_as_cached_and_the_row_of_its_model_says_how_long_one_may_be(live: Live) -> None:
+    prompt = "What is penstock? " * 40  # vLLM without a GPU caches blocks of 128 tokens
+    first, second = (live.client.complete(prompt, max_tokens=1) for _ in range(2))
+    assert first.prompt_tokens and first.cached_tokens is not None and second.cached_tokens is not None
+    assert first.cached_tokens < 16 < second.cached_tokens < first.prompt_tokens
+    (card,) = live.client.models()
+    assert (card.max_model_len, card.input_modalities, card.replicas) == (1024, ("text",), ReplicaCount(1, 1))
 
 
 def test_the_openai_client_works(live: Live) -> None:

@@ -57,7 +57,9 @@ class _Rule(NamedTuple):
 
 
 # By the code of a penstock gateway, else by the status.
+_LATER: Final = _Rule("overload", "Try again {later}.")
 _RULES: Final = {
+    **dict.fromkeys(("queue_full", "no_replica", "deadline_exceeded", "overloaded"), _LATER),
     "insufficient_quota": _Rule("quota", "Ask the owner of the server for more."),
     "body_too_large": _Rule("refused", "Send fewer or smaller images, or begin a new conversation."),
     "model_not_found": _Rule("model", "Choose another model."),
@@ -66,10 +68,10 @@ _RULES: Final = {
     "403": _Rule("refused", "Ask the owner of the server."),
     "404": _Rule("model", "Choose another model."),
     "422": _Rule("refused", "Change the message or the settings."),
-    "429": _Rule("overload", "Try again {later}."),
+    "429": _LATER,
     "502": _Rule("lost", "Try again."),
-    "503": _Rule("overload", "Try again {later}."),
-    "504": _Rule("overload", "Try again {later}."),
+    "503": _LATER,
+    "504": _LATER,
 }
 _OTHER: Final = _Rule("failed", "Try again.")
 
@@ -80,8 +82,8 @@ def failure_of(error: PenstockError, has_text: bool = False) -> Failure:
         return _of_status(error)
     if isinstance(error, BrokenAnswer) or (has_text and error.is_retryable):
         words = error.words if isinstance(error, BrokenAnswer) else None
-        if words is not None and (too_long := _too_long(words)):
-            return too_long
+        if words is not None and not has_text and (refusal := _of_event(words)):
+            return refusal
         reason = f" ({_shown(words.message)})" if words is not None and words.message else ""
         if has_text:
             return Failure(f"The answer broke off{reason}. What was said stays: continue it, or ask again.", "lost")
@@ -100,10 +102,20 @@ def _of_status(error: HttpError) -> Failure:
         return Failure(text, "key", request_id=error.request_id)
     if error.status in (400, 413, 422, 500) and (special := _too_long(words) or _not_taken(words)):
         return msgspec.structs.replace(special, request_id=error.request_id)
-    kind, advice = _RULES.get(words.code or "") or _RULES.get(str(error.status)) or _OTHER
+    rule = _RULES.get(words.code or "") or _RULES.get(str(error.status)) or _OTHER
+    failure = _by_rule(rule, _shown(words.message) or f"the server answered {error.status}", after)
+    return msgspec.structs.replace(failure, request_id=error.request_id)
+
+
+def _of_event(words: ServerWords) -> Failure | None:
+    """The refusal of a request whose stream had begun, since it waited; None where something was lost."""
+    rule = _RULES.get(words.code or "")
+    return _too_long(words) or _not_taken(words) or (_by_rule(rule, _shown(words.message)) if rule else None)
+
+
+def _by_rule(rule: _Rule, said: str, after: float | None = None) -> Failure:
     later = f"in {show_seconds(after)}" if after and after >= 60 else f"in {after:.0f} s" if after else "in a moment"
-    text = f"{_sentence(_shown(words.message) or f'the server answered {error.status}')} {advice.format(later=later)}"
-    return Failure(text, kind, retry_after_s=after, request_id=error.request_id)
+    return Failure(f"{_sentence(said)} {rule.advice.format(later=later)}", rule.kind, retry_after_s=after)
 
 
 def too_long(prompt_tokens: int, max_tokens: int, context_tokens: int) -> Failure:
@@ -117,6 +129,31 @@ def too_long(prompt_tokens: int, max_tokens: int, context_tokens: int) -> Failur
     return Failure(text, "too_long", over_tokens=over)
 
 
+class _Tokenized(msgspec.Struct):
+    count: int
+    max_model_len: int
+
+
+def counted(failure: Failure, tokenized: object, max_tokens: int | None) -> Failure:
+    """A "too_long" without a figure gets one from what POST /tokenize answered for the same messages: vLLM says only
+    that a prompt has "at least" as many tokens as fit.
+
+    https://docs.vllm.ai/en/stable/serving/openai_compatible_server.html#tokenizer-api
+    """
+    try:
+        answer = msgspec.convert(tokenized, _Tokenized)
+    except msgspec.ValidationError:
+        return failure
+    if answer.count + (max_tokens or 1) <= answer.max_model_len:
+        return failure
+    figures = too_long(answer.count, max_tokens or 0, answer.max_model_len)
+    return msgspec.structs.replace(figures, request_id=failure.request_id)
+
+
+def needs_count(failure: Failure) -> bool:
+    return failure.kind == "too_long" and failure.over_tokens is None
+
+
 def _too_long(words: ServerWords) -> Failure | None:
     if not (_TOO_LONG.search(words.message) or words.kind == "exceed_context_size_error"):
         return None
@@ -127,7 +164,7 @@ def _too_long(words: ServerWords) -> Failure | None:
         text = (
             f"Max tokens is {output:,}, but the model takes {context:,} tokens, question and answer together. Lower it."
         )
-        return Failure(text, "too_long")
+        return Failure(text, "refused")
     if context and prompt and "at least" not in words.message:  # vLLM stops to count where the context ends
         return too_long(prompt, output, context)
     limit = f", which takes {context:,} tokens together with its answer" if context else ""

@@ -24,6 +24,7 @@ MAX_IDLE: Final = 512
 USER_TIMEOUT_MS = 45_000
 _TCP_OPTIONS: Final = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}
 MAX_HEADS: Final = 256
+MAX_ANSWER_BYTES: Final = 64 * 1024  # to a question of the gateway's own
 
 
 # A connect fails with these because of this process or machine, not of the engine.
@@ -258,18 +259,21 @@ class Pool:
                 connection.close()
 
 
-class _StatusOnly:
+class _Whole:
     takes_chunks = False
 
-    def __init__(self, whole: asyncio.Future[int]) -> None:
+    def __init__(self, whole: asyncio.Future[tuple[int, bytes]]) -> None:
         self._whole = whole
         self._status = 0
+        self._body = b""
 
     def receive(self, head: ResponseHead | None, data: bytes, is_end: bool) -> None:
         if head is not None:
             self._status = head.status
+        if len(self._body) + len(data) <= MAX_ANSWER_BYTES:
+            self._body += data
         if is_end and not self._whole.done():
-            self._whole.set_result(self._status)
+            self._whole.set_result((self._status, self._body))
 
     def receive_chunks(self, data: bytes, is_end: bool) -> None:
         raise AssertionError("not asked for")
@@ -279,8 +283,9 @@ class _StatusOnly:
             self._whole.set_exception(error)
 
 
-async def call(connection: UpstreamConnection, request: bytes) -> int:
-    """The status of the answer to `request`, once it is whole. Raises UpstreamError. The caller bounds its time."""
-    whole: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    connection.send(request, _StatusOnly(whole))
+async def call(connection: UpstreamConnection, request: bytes) -> tuple[int, bytes]:
+    """Status and body (its first MAX_ANSWER_BYTES or less) of the answer to `request`, once it is whole. Raises
+    UpstreamError. The caller bounds its time."""
+    whole: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+    connection.send(request, _Whole(whole))
     return await whole

@@ -8,13 +8,16 @@ import logging
 import time
 from collections.abc import Sequence
 
+from penstock.errors import PenstockError
 from penstock.gateway.config import Address, host_header, parse_url
 from penstock.gateway.connections.engine import OWN_ERRORS, Pool, UpstreamError, call
 from penstock.gateway.routing.queue import WaitingQueue
 from penstock.gateway.routing.replicas import Replica, ReplicaTable
 from penstock.spec.gateway import Upstream
 from penstock.wire.announcement import Announcement, ReplicaState
+from penstock.wire.answers import decode_json
 from penstock.wire.http1 import write_request_head
+from penstock.wire.model_list import read_models
 
 PROBE_S = 1.0
 PROBE_TIMEOUT_S = 2.0
@@ -41,7 +44,7 @@ async def probe(pool: Pool, address: Address) -> Exception | None:
             is_connected = True
             try:
                 headers = [(b"host", host_header(address)), (b"connection", b"close")]
-                status = await call(connection, write_request_head(b"GET", b"/health", headers))
+                status, _ = await call(connection, write_request_head(b"GET", b"/health", headers))
             finally:
                 connection.close()
     except TimeoutError:
@@ -53,6 +56,23 @@ async def probe(pool: Pool, address: Address) -> Exception | None:
     if status >= 500:
         return UpstreamError(f"GET /health answered {status}")
     return None
+
+
+async def ask_max_model_len(pool: Pool, address: Address, model: str | None) -> int | None:
+    """The longest request of `model`, or of the engine's first one; None where its /v1/models does not say."""
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            connection = await pool.connect(address)
+            try:
+                request = b"GET /v1/models HTTP/1.1\r\n%sconnection: close\r\n\r\n" % connection.origin_lines
+                _, body = await call(connection, request)
+            finally:
+                connection.close()
+        cards = read_models(decode_json(body, "models"), "upstream")
+    except (OSError, UpstreamError, PenstockError):  # a TimeoutError is an OSError
+        return None
+    named = [card for card in cards if card.name == model] or list(cards)
+    return named[0].max_model_len if named else None
 
 
 def is_silent(problem: Exception | None) -> bool:
@@ -106,6 +126,7 @@ class StaticUpstreams:
         state: ReplicaState = "starting"
         was_ready = False
         silent_since: float | None = None
+        max_model_len: int | None = None
         while True:
             began_at = time.monotonic()
             problem = await probe(self._pool, address)
@@ -124,17 +145,25 @@ class StaticUpstreams:
                 reason = f": {problem}" if problem else ""
                 log.info("%s at %s: %s -> %s%s", name, upstream.url, before, state, reason)
             silent_since = (silent_since or began_at) if is_silent(problem) else None
-            self._announce(name, upstream, state, problem)
+            self._announce(name, upstream, state, problem, max_model_len)
+            if state == "ready" and state != before:
+                max_model_len = await ask_max_model_len(self._pool, address, upstream.model)
+                self._announce(name, upstream, state, problem, max_model_len)
             replica = self._replicas.find(name)
             assert replica is not None
             replica.silent_since = silent_since
             await asyncio.sleep(PROBE_S)
 
-    def _announce(self, name: str, upstream: Upstream, state: ReplicaState, problem: Exception | None) -> None:
+    def _announce(
+        self, name: str, upstream: Upstream, state: ReplicaState, problem: Exception | None, max_model_len: int | None
+    ) -> None:
         reason = str(problem) if problem else None
         model = self._replicas.resolve(upstream.model)
         assert model is not None
         now = time.monotonic()
-        self._replicas.announce(Announcement(name, model, state, LEASE_S, url=upstream.url, reason=reason), now)
+        facts = Announcement(
+            *(name, model, state, LEASE_S), url=upstream.url, reason=reason, max_model_len=max_model_len
+        )
+        self._replicas.announce(facts, now)
         if state == "ready":
             self._queue.wake(model)

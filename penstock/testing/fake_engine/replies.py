@@ -68,7 +68,7 @@ def usage(ask: Ask, n_tokens: int) -> dict[str, object]:
 
 
 def _details(ask: Ask) -> dict[str, object]:
-    return {"cached_tokens": ask.n_cached_tokens, "created_cache_tokens": None, "multimodal_tokens": None}
+    return {"cached_tokens": ask.n_cached_tokens, "created_cache_tokens": 0, "multimodal_tokens": None}
 
 
 def whole(ask: Ask, reply_id: str, model: str, created: int) -> bytes:
