@@ -92,7 +92,7 @@ main manifests markup measured member merge metric middleware monitoring
 network nvml
 objects observe offline operations openssh options origins overhead
 pacing packages panel panels parent parse paths placed placement placing plain planning pod pods policies prepare price
-progress prometheus promql proxied public
+progress prometheus promql proxied published public
 queries queue quota
 ranges reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses retries
 rights rope rules

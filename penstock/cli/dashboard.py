@@ -22,10 +22,12 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class PageAddress(NamedTuple):
-    """`key`: reads the page's numbers and the metrics, and changes nothing; None where none is needed."""
+    """`key`: opens it; None where none is needed. `verb`: the command that shows it; `meaning`: what the key may."""
 
     url: str
     key: str | None
+    verb: str = "dashboard"
+    meaning: str = "The key in it reads the page's numbers and the metrics, and changes nothing."
 
     @property
     def link(self) -> str:
@@ -53,11 +55,13 @@ def address_of(run: Run) -> PageAddress:
 
 
 def show(options: argparse.Namespace, run: Run, address: PageAddress) -> None:
-    """Open the page, or print where it is. `run`: one on a login node has no folder here."""
+    """Open the page, or print where it is. `run`: one on a login node has no folder here, and a page of no deployment
+    no name."""
     if options.json:
-        print_json(address._asdict())
+        print_json({"url": address.url, "key": address.key})
     elif not options.no_open and _has_display() and _open(run, address):
-        print_step(f"opened {address.url} (`penstock dashboard {run.name} --no-open` prints it with its key)")
+        again = f" (`penstock {address.verb} {run.name} --no-open` prints it with its key)" if run.name else ""
+        print_step(f"opened {address.url}{again}")
     else:
         print(address.link, flush=True)
         _explain(address)
@@ -84,7 +88,8 @@ def _open(run: Run, address: PageAddress) -> bool:
     """Opens a file of the user's that leads to the page: everyone on the machine can read a browser's command line."""
     from penstock.paths import home, write_atomically
 
-    file = run.admin_token_file.with_name("dashboard.html") if run.exists() else home() / f"dashboard-{run.name}.html"
+    name = f"{address.verb}.html"
+    file = run.admin_token_file.with_name(name) if run.exists() else home() / f"{address.verb}-{run.name}.html"
     link = html.escape(address.link)
     text = f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={link}"><title>...</title>'
     write_atomically(file, text.encode(), mode=0o600)
@@ -93,7 +98,7 @@ def _open(run: Run, address: PageAddress) -> bool:
 
 def _explain(address: PageAddress) -> None:
     if address.key is not None:
-        print_step("The key in it reads the page's numbers and the metrics, and changes nothing.")
+        print_step(address.meaning)
     place = urlsplit(address.url)
     connection = os.environ.get("SSH_CONNECTION", "").split()
     if place.hostname in _LOOPBACK and len(connection) == 4:  # man ssh: client address and port, ours

@@ -50,6 +50,7 @@ VERBS = {
     "usage": Verb("show the usage of each key and model, and its cost", "keys:register_usage"),
     "top": Verb("watch deployments in the terminal: replicas, load, speed, GPUs, events", "top:register"),
     "dashboard": Verb("open the live page of a deployment in the browser", "dashboard:register"),
+    "ui": Verb("open the chat page of a deployment, or one for any address, in the browser", "ui:register"),
     "events": Verb(
         "list what happened to a deployment: starts, restarts, drains, and who changed it", "events:register"
     ),

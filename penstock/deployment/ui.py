@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from penstock.chat.page.__main__ import EXTRA
 from penstock.chat.page.config import PageConfig
 from penstock.errors import PenstockError, UserError
 from penstock.gateway.accounting import store
@@ -19,7 +20,6 @@ from penstock.paths import read_token, write_atomically
 from penstock.run_folder import Run
 from penstock.spec.deployment import Deployment, Ui
 
-EXTRA = "pip install 'penstock[ui]'"
 KEY = "chat-page"  # the name of the key that people share who need no login
 
 
