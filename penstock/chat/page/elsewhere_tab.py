@@ -15,6 +15,7 @@ from penstock.chat.page.sessions import visitor
 from penstock.chat.page.upstream import Upstream
 from penstock.chat.snippets import api, as_curl, as_python, elsewhere
 from penstock.errors import PenstockError, UserError
+from penstock.wire.model_list import ModelCard
 
 _EXAMPLE = {"role": "user", "content": "Hello"}
 _ASKED_AGAIN = "This conversation, whose last question is asked again."
