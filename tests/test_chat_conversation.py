@@ -100,7 +100,9 @@ def test_an_overflow_sends_less_and_keeps_all() -> None:
     less = chats.drop_oldest(long)
     assert shown(less) == shown(long) and sent(less) == ["u:two", "a:2", "u:three"]
     assert sent(chats.drop_oldest(long, 10)) == sent(less) and sent(chats.drop_oldest(long, 50)) == ["u:three"]
+    assert sent(chats.edit(less, "q2", "q9", "new", 9.0)) == ["u:new"]
     assert sent(chats.edit(less, "q0", "q9", "new", 9.0)) == ["u:new"]  # another branch is sent whole
+    assert len(sent(chats.retry_from(less, "q0"))) == 1 and len(sent(chats.delete(less, "q2"))) == 2
     with pytest.raises(UserError, match="only the last question is left") as error:
         chats.drop_oldest(chats.drop_oldest(less))
     assert "longer context" in str(error.value.hint)
