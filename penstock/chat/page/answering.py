@@ -23,10 +23,11 @@ Act = Literal["ask", "edit", "retry", "continue", "shrink", "choose", "delete"]
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What a button or the message box asks for. `turn`: the one that it is about."""
+    """What a button or the message box asks for. `turn`: the one that it is about; `images`: data URLs."""
 
     act: Act = "ask"
     turn: str | None = None
+    images: tuple[str, ...] = ()
 
 
 class Shown(msgspec.Struct, frozen=True):

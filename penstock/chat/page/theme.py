@@ -11,6 +11,7 @@ from typing import Any
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("store.js", "page.js", "history.js", "keyboard.js", "status.js", "chat.js")
+_STYLES = ("page.css", "chat.css")
 _FONT = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "sans-serif")
 _MONO = ("ui-monospace", "SF Mono", "Menlo", "Consolas", "monospace")
 _TEAL = ("#effaf8", "#d3f0ec", "#a8e0d9", "#72c8bf", "#3ba89e", "#17897f", "#0f766e", "#0c5f59", "#0c4c48", "#0b3f3c",
@@ -78,7 +79,7 @@ def theme() -> Any:
 
 
 def css() -> str:
-    return (_HERE / "page.css").read_text("utf-8")
+    return "".join((_HERE / name).read_text("utf-8") for name in _STYLES)
 
 
 def head() -> str:
