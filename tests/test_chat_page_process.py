@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
-from launching import Place, a_place, ask, call, kill, now, pid_of, pids, wait_until
+from launching import SOON_S, Place, a_place, ask, call, kill, now, pid_of, pids, started, wait_until
 
+from penstock.hardware.network import free_port
 from penstock.run_folder import Part, Run
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("chat_page")]
@@ -130,3 +134,31 @@ def test_without_the_extra_the_deployment_serves_and_says_so(
     wait_until(lambda: part_of(run).note is not None, "status says so")
     assert line in call("status").out and line in call("ui").err
     assert "ui absent" in call("events").out
+
+
+def test_any_address_gets_a_page_until_ctrl_c(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = place.up(place.write("one"))
+    port = free_port("127.0.0.1")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-mine")
+    with started("ui", "--url", run.url, "--port", port, "--json") as child:
+        assert child.stdout is not None
+        facts = json.loads("".join(iter(child.stdout.readline, "}\n")) + "}")
+        assert facts == {"url": f"http://127.0.0.1:{port}/login", "key": "sk-mine"}
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+            assert client.post("/login", data={"key": "sk-other"}).status_code == 401, "others on this machine"
+            assert client.post("/login", data={"key": "sk-mine"}).status_code == 303
+            assert state_of(client) == "ok"
+        refused = call("ui", "--url", run.url, "--port", port)
+        assert refused.code == 2 and "Set another" in refused.err
+        child.send_signal(signal.SIGINT)
+        assert child.wait(SOON_S) == 0
+
+
+@pytest.mark.nightly
+def test_a_hung_page_is_killed_and_comes_back(place: Place) -> None:
+    run = place.up(place.write("one", ui={"port": 0}))
+    url = wait_running(run)
+    place.addresses.add(url)
+    os.kill(pid_of(run, "ui"), signal.SIGSTOP)
+    assert wait_running(run, 1) == url
+    assert "it did not answer for 20 s" in call("status").out

@@ -17,7 +17,7 @@ from penstock.chat.page.upstream import Upstream
 
 def build(config: PageConfig) -> Any:
     """A `gradio.Blocks`. Asks the gateway nothing until somebody opens the page."""
-    upstream = Upstream(config.gateway, config.ca_file)
+    upstream = Upstream(config.gateway, config.certificate)
     chat = Chat(upstream, config.prices)
     with gradio.Blocks(title=config.title, analytics_enabled=False, fill_height=True) as blocks:
         with gradio.Sidebar(open=True, width=280, elem_id="penstock-left"):

@@ -5,7 +5,6 @@ Closing a stream early closes its connection, which ends the engine's work.
 
 from __future__ import annotations
 
-import ssl
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
@@ -16,7 +15,7 @@ from penstock import __version__
 from penstock.errors import PenstockError
 from penstock.text import show_seconds
 from penstock.wire.answers import BrokenAnswer, Chunk, NoAnswer, Reply, StreamReader, decode_json, http_error
-from penstock.wire.client import Message
+from penstock.wire.client import Message, tls_context
 from penstock.wire.model_list import ModelCard, read_models
 from penstock.wire.waiting import PROGRESS_HEADER, Waiting
 
@@ -28,17 +27,17 @@ _ERROR_BYTES = 65536
 
 
 class Upstream:
-    """One server at `base_url`, with or without "/v1" at its end. `ca_file`: certificates that it may show.
+    """One server at `base_url`, with or without "/v1" at its end. `certificate`: the certificate that it has.
 
     `transport`: what a test puts in the place of sockets.
     """
 
     def __init__(
-        self, base_url: str, ca_file: str | None = None, transport: httpx.AsyncBaseTransport | None = None
+        self, base_url: str, certificate: str | None = None, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1").rstrip("/")
         self._http = httpx.AsyncClient(
-            verify=ssl.create_default_context(cafile=ca_file) if ca_file else True,
+            verify=tls_context(pinned=certificate),
             trust_env=False,
             transport=transport,
             timeout=httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_S),
