@@ -3,11 +3,8 @@
 const SIDEBARS = { "penstock-left": "Chats", "penstock-settings": "Settings" };
 
 function labelAll() {
-  // The arrow in the title of a fold is decoration; the title itself is the button.
-  for (const arrow of document.querySelectorAll(".thought-group .arrow button:not([aria-hidden])")) {
-    arrow.setAttribute("aria-hidden", "true");
-    arrow.disabled = true;
-  }
+  // The arrow in the title of a fold is a button without a name in a button; it does nothing by itself.
+  for (const arrow of document.querySelectorAll(".thought-group .arrow:not([inert])")) arrow.inert = true;
   for (const title of document.querySelectorAll(".thought-group > .title")) {
     const isOpen = String(Boolean(title.nextElementSibling));
     if (title.getAttribute("aria-expanded") !== isOpen) title.setAttribute("aria-expanded", isOpen);

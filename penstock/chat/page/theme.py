@@ -78,7 +78,7 @@ def theme() -> Any:
 
 
 def css() -> str:
-    return "".join((_HERE / name).read_text("utf-8") for name in _STYLES if (_HERE / name).exists())
+    return "".join((_HERE / name).read_text("utf-8") for name in _STYLES)
 
 
 def head() -> str:
@@ -86,6 +86,6 @@ def head() -> str:
 
     Gradio would put its own classes before each rule of a style sheet that it gets, which breaks media queries.
     """
-    script = "\n".join((_HERE / name).read_text("utf-8") for name in _SCRIPTS if (_HERE / name).exists())
+    script = "\n".join((_HERE / name).read_text("utf-8") for name in _SCRIPTS)
     description = '<meta name="description" content="Chat with the models of this deployment">'
     return f'{description}<style>{css()}</style><script>(() => {{\n"use strict";\n{script}}})();</script>'
