@@ -71,7 +71,8 @@ def theme() -> Any:
     dark = {f"{name}_dark": colour for name, (_, colour) in _COLOURS.items()}
     return plain.set(
         **{name: colour for name, (colour, _) in _COLOURS.items()}, **dark,
-        input_border_width="1px", slider_color="*border_color_accent", block_shadow="none", block_border_width="0px", button_primary_shadow="none", input_shadow="none",
+        input_border_width="1px", slider_color="*border_color_accent", block_shadow="none", block_border_width="0px",
+        button_primary_shadow="none", input_shadow="none",
         button_secondary_border_color="transparent", button_primary_border_color="transparent",
         shadow_drop="none", shadow_drop_lg="0 8px 28px rgb(0 0 0 / 14%)",
     )  # fmt: skip
