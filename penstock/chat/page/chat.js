@@ -142,12 +142,6 @@ whenThere("#penstock-ask", (row) => {
   setInterval(() => (attach.hidden = !takesImages()), 1000);
 });
 
-// Gradio's folds hold a button without a name in a button; it does nothing by itself.
-whenThere("#penstock-chat", (root) => {
-  const mend = () => root.querySelectorAll(".thought-group .arrow:not([inert])").forEach((arrow) => (arrow.inert = true));
-  new MutationObserver(mend).observe(root, { childList: true, subtree: true });
-});
-
 window.penstockChat = {
   // The conversation and the order, before the values of the other inputs.
   orders(_conversation, _order, text, ...rest) {

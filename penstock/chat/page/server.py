@@ -84,7 +84,7 @@ def make_app(config: PageConfig, say: Say) -> Any:
     app = gradio.mount_gradio_app(
         app, blocks, path="/", auth_dependency=_session_of, footer_links=[], run_history=False, show_error=False,
         max_file_size=_UPLOAD, ssr_mode=False, enable_monitoring=False, pwa=False, mcp_server=False,
-        theme=theme.theme(), css=theme.css(), head=theme.head(),
+        theme=theme.theme(), head=theme.head(),
     )  # fmt: skip
     return login.around(app)
 
