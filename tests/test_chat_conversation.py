@@ -65,6 +65,7 @@ def test_a_question_edited_and_an_answer_asked_again_are_branches() -> None:
 
 def test_a_question_without_an_answer_is_not_sent_again() -> None:
     failed = chats.answer(talk("one"), Turn("a1", "q0", "assistant", error="the server is away"))
+    assert sent(failed) == ["u:one"]
     assert sent(chats.ask(failed, "q2", "two", (), 3.0)) == ["u:two"]
     other = chats.ask(talk("one"), "q2", "two", (), 3.0)  # nobody answered: it takes the place of the first
     assert (shown(other), chats.siblings(other, "q2"), sent(other)) == ("q2", ("q0", "q2"), ["u:two"])
@@ -100,7 +101,9 @@ def test_an_overflow_sends_less_and_keeps_all() -> None:
     less = chats.drop_oldest(long)
     assert shown(less) == shown(long) and sent(less) == ["u:two", "a:2", "u:three"]
     assert sent(chats.drop_oldest(long, 10)) == sent(less) and sent(chats.drop_oldest(long, 50)) == ["u:three"]
+    assert sent(chats.edit(less, "q2", "q9", "new", 9.0)) == ["u:new"]
     assert sent(chats.edit(less, "q0", "q9", "new", 9.0)) == ["u:new"]  # another branch is sent whole
+    assert len(sent(chats.retry_from(less, "q0"))) == 1 and len(sent(chats.delete(less, "q2"))) == 2
     with pytest.raises(UserError, match="only the last question is left") as error:
         chats.drop_oldest(chats.drop_oldest(less))
     assert "longer context" in str(error.value.hint)

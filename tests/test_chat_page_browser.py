@@ -134,7 +134,7 @@ def test_two_tabs_share_the_list_and_have_a_conversation_each(people: People) ->
     expect(first.chats).to_have_text(["from the second", "from the first"])
     expect(first.conversation).not_to_contain_text("from the second")
     first.ask_and_wait("once more")
-    second.chats.last.click()
+    second.chats.filter(has_text="from the first").click()
     expect(second.conversation).to_contain_text("You said: once more")
     assert {first.stored()["id"]} == {second.stored()["id"]}
 
@@ -147,7 +147,7 @@ def test_killed_replica_leaves_the_text_and_offers_to_go_on(people: People, rig:
     rig.kill_replicas()
     expect(chat.error).to_be_visible()
     expect(chat.conversation).to_contain_text("Half of it,")
-    rig.answers["long"] = Answer((" and the other half.",))
+    rig.answers["Half of it,"] = Answer((" and the other half.",))  # the answer to go on with is sent as it is
     rig.add_replica()
     chat.act("continue").click()
     expect(chat.conversation).to_contain_text("Half of it, and the other half.")
@@ -256,7 +256,7 @@ def test_hostile_answer_does_nothing_and_asks_no_other_host(people: People, rig:
     chat.page.reload()
     expect(chat.conversation).to_contain_text("The end of it.")
     assert chat.page.evaluate("window.hacked ?? null") is None
-    assert chat.page.locator("#penstock-chat :is(script, iframe, style, form, video, object, embed, link)").count() == 0
+    assert chat.page.locator("#penstock-chat :is(script, iframe, form, video, object, embed, link)").count() == 0
 
 
 def test_answer_is_drawn_as_markdown(people: People, rig: ChatPage, tmp_path: Path) -> None:
@@ -298,9 +298,15 @@ def test_branches_of_an_edited_question_and_a_second_answer(people: People, rig:
     editor.press("Enter")
     expect(chat.conversation).to_contain_text("You said: second")
     chat.page.get_by_role("button", name="Previous question").click()
-    expect(chat.conversation).to_contain_text("Answer one")
-    chat.act("delete").last.click()
     expect(chat.conversation).to_contain_text("Answer two")
+    chat.act("delete").last.click()
+    expect(chat.conversation).not_to_contain_text("Answer two")
+    assert {turn["text"] for turn in chat.stored()["turns"].values()} == {
+        "first",
+        "second",
+        "Answer one",
+        "You said: second",
+    }
 
 
 def test_export_is_imported_by_another_browser(people: People, tmp_path: Path) -> None:
@@ -372,7 +378,7 @@ def test_wait_for_a_replica_is_told_with_its_shards(people: People, rig: ChatPag
         chat = people.chat()
         expect(chat.chip).to_contain_text("17/30")
         chat.ask("hello")
-        expect(chat.clock).to_have_text(re.compile(r"waiting for a replica: loading 17/30 shards, about 40 s · \d+ s"))
+        expect(chat.clock).to_have_text(re.compile(r"waiting for a replica: loading 17/30 shards, about \d+ s · \d+ s"))
         rig.add_replica()
         expect(chat.conversation).to_contain_text("You said: hello")
         expect(chat.chip).to_have_text("ready")
@@ -402,9 +408,8 @@ def test_place_in_the_queue_is_told(people: People, rig: ChatPage) -> None:
 
 
 TOO_LONG = (
-    "This model's maximum context length is 1024 tokens. However, you requested 512 output tokens and your prompt "
-    "contains at least 1100 input tokens, for a total of at least 1612 tokens. Please reduce the length of the input "
-    "prompt or the number of requested output tokens. (parameter=input_tokens, value=1100)"
+    "This model's maximum context length is 1024 tokens. However, you requested 1612 tokens (1100 in the messages, 512 "
+    "in the completion). Please reduce the length of the messages or completion."
 )
 
 
@@ -413,7 +418,7 @@ def test_prompt_that_is_too_long_can_leave_out_the_oldest(people: People, rig: C
     chat.ask_and_wait("the oldest")
     rig.answers["too much"] = Answer((TOO_LONG,), status=400)
     chat.ask("too much")
-    expect(chat.error).to_contain_text(re.compile("1,?100|1,?612|588"))
+    expect(chat.error).to_contain_text("588 tokens too long")
     rig.answers.clear()
     chat.act("shrink").click()
     expect(chat.conversation).to_contain_text("You said: too much")
@@ -479,7 +484,7 @@ def test_page_has_no_serious_violation(people: People, rig: ChatPage, look: str)
     chat = people.chat(**options.get(look, {}))
     chat.ask("all")
     expect(chat.figures).to_have_count(1)
-    assert violations(chat.page) == []
+    assert not (found := violations(chat.page)), "\n".join(found)
     assert chat.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     if look == "phone":
         expect(chat.box).to_be_in_viewport()

@@ -163,6 +163,7 @@ TALKS: dict[str, tuple[Settings, tuple[str | type[BaseException], ...]]] = {
         ),
     ),
     "failures": (Settings(max_tokens=100_000), ("a", "b")),
+    "too-long": (SHORT, ("a " * 600, "b", "c " * 600, "/shorten", "/retry", "/shorten", "/edit d")),
 }
 
 
@@ -182,6 +183,7 @@ def test_a_talk_is_the_golden_one(name: str, engine: InThread, tmp_path: Path, m
     shown = re.sub(r"TTFT .*(?=· 3 tokens)", "TTFT and speed ", shown)
     bodies = [json.loads(request.body) for request in engine.seen[n_before:] if request.body]
     shown += "\n".join(f"sent to {body['model']}: {json.dumps(body['messages'])}{chosen(body)}" for body in bodies)
+    shown = re.sub(r"(\w )\1{99,}", r"\1... ", shown)
     saved = "".join(f"\n\nsaved:\n{path.read_text('utf-8')}" for path in tmp_path.iterdir())
     path = Path(__file__).parent / "golden" / "chat" / f"{name}.txt"
     if os.environ.get("PENSTOCK_WRITE_GOLDEN"):

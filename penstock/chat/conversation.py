@@ -48,7 +48,7 @@ class Turn(msgspec.Struct, frozen=True):
 class Conversation(msgspec.Struct, frozen=True):
     """`leaf`: the last turn of the branch that is shown; None when it is empty. Times are seconds since 1970, UTC.
 
-    `first_sent`: the model gets the branch from this turn on; None, and a turn of another branch, is all of it.
+    `last_dropped`: the model gets the branch after this turn; None, and a turn of another branch, is all of it.
     """
 
     id: str
@@ -59,7 +59,7 @@ class Conversation(msgspec.Struct, frozen=True):
     leaf: str | None = None
     settings: Settings = Settings()
     version: int = VERSION
-    first_sent: str | None = None
+    last_dropped: str | None = None
 
 
 def begin(conversation_id: str, now: float, settings: Settings) -> Conversation:
@@ -136,8 +136,8 @@ def delete(conversation: Conversation, turn_id: str) -> Conversation:
     parent = _turn(conversation, turn_id).parent
     gone = {*_below(conversation, turn_id)}
     left = {turn.id: turn for turn in conversation.turns.values() if turn.id not in gone}
-    first_sent = None if conversation.first_sent in gone else conversation.first_sent
-    pruned = replace(conversation, turns=left, first_sent=first_sent)
+    last_dropped = None if conversation.last_dropped in gone else conversation.last_dropped
+    pruned = replace(conversation, turns=left, last_dropped=last_dropped)
     if conversation.leaf not in gone:
         return pruned
     others = [turn.id for turn in left.values() if turn.parent == parent]
@@ -160,7 +160,7 @@ def drop_oldest(conversation: Conversation, over_tokens: int = 1) -> Conversatio
             "cannot send less: only the last question is left",
             hint="Shorten it, lower max tokens, or choose a model with a longer context.",
         )
-    return replace(conversation, first_sent=sent[first].id)
+    return replace(conversation, last_dropped=sent[first - 1].id)
 
 
 def messages(conversation: Conversation) -> list[Message]:
@@ -174,11 +174,10 @@ def messages(conversation: Conversation) -> list[Message]:
     if settings.has_system and settings.system:
         listed.append({"role": "system", "content": settings.system})
     for place, turn in enumerate(sent):
-        following = sent[place + 1] if place + 1 < len(sent) else None
         if turn.role == "assistant":
             if said := spoken(turn):
                 listed.append({"role": "assistant", "content": said})
-        elif following is None or spoken(following):
+        elif place + 2 >= len(sent) or spoken(sent[place + 1]):
             listed.append({"role": "user", "content": _content(turn)})
     return listed
 
@@ -230,7 +229,8 @@ def _sent(conversation: Conversation) -> tuple[Turn, ...]:
     """The part of the branch that the model gets, which begins with a question."""
     branch = path(conversation)
     ids = [turn.id for turn in branch]
-    return branch[ids.index(conversation.first_sent) :] if conversation.first_sent in ids else branch
+    n_dropped = ids.index(conversation.last_dropped) + 1 if conversation.last_dropped in ids else 0
+    return branch[n_dropped:] or branch
 
 
 def _content(turn: Turn) -> object:

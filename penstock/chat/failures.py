@@ -129,6 +129,31 @@ def too_long(prompt_tokens: int, max_tokens: int, context_tokens: int) -> Failur
     return Failure(text, "too_long", over_tokens=over)
 
 
+class _Tokenized(msgspec.Struct):
+    count: int
+    max_model_len: int
+
+
+def counted(failure: Failure, tokenized: object, max_tokens: int | None) -> Failure:
+    """A "too_long" without a figure gets one from what POST /tokenize answered for the same messages: vLLM says only
+    that a prompt has "at least" as many tokens as fit.
+
+    https://docs.vllm.ai/en/stable/serving/openai_compatible_server.html#tokenizer-api
+    """
+    try:
+        answer = msgspec.convert(tokenized, _Tokenized)
+    except msgspec.ValidationError:
+        return failure
+    if answer.count + (max_tokens or 1) <= answer.max_model_len:
+        return failure
+    figures = too_long(answer.count, max_tokens or 0, answer.max_model_len)
+    return msgspec.structs.replace(figures, request_id=failure.request_id)
+
+
+def needs_count(failure: Failure) -> bool:
+    return failure.kind == "too_long" and failure.over_tokens is None
+
+
 def _too_long(words: ServerWords) -> Failure | None:
     if not (_TOO_LONG.search(words.message) or words.kind == "exceed_context_size_error"):
         return None
@@ -139,7 +164,7 @@ def _too_long(words: ServerWords) -> Failure | None:
         text = (
             f"Max tokens is {output:,}, but the model takes {context:,} tokens, question and answer together. Lower it."
         )
-        return Failure(text, "too_long")
+        return Failure(text, "refused")
     if context and prompt and "at least" not in words.message:  # vLLM stops to count where the context ends
         return too_long(prompt, output, context)
     limit = f", which takes {context:,} tokens together with its answer" if context else ""

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from penstock.chat import conversation as chats
 from penstock.chat import files, statistics
 from penstock.chat.conversation import Turn
-from penstock.chat.failures import failure_of
+from penstock.chat.failures import Failure, counted, failure_of, needs_count
 from penstock.chat.settings import BOUNDS, Limits, Settings, changed, fields, shown
 from penstock.chat.waiting import show_waiting
 from penstock.cli import arguments, keys
@@ -40,7 +40,7 @@ _HISTORY_LINES = 1000
 HELP = """\
 /retry            ask the last question again
 /edit TEXT        ask TEXT in place of the last question
-/shorten          leave out the oldest question and its answer, where all is too long for the model
+/shorten          leave out the oldest questions and answers, where all is too long for the model
 /save FILE        write the conversation to a file: Markdown, or all of it where the name ends with .json
 /load FILE        go on with the conversation of such a file, also of one that the chat page exported
 /reset            forget the conversation
@@ -172,6 +172,7 @@ class _Session:
         self._n_turns = 0
         self._cards: tuple[ModelCard, ...] = ()
         self._shows_stats = False
+        self._over_tokens = 1  # of the last question, where it was too long
         self._is_over = False
 
     @property
@@ -278,13 +279,19 @@ class _Session:
             if self._options.as_json:
                 self._out.write(json.dumps(exc.facts()) + "\n")
             elif isinstance(exc, HttpError | BrokenAnswer | NoAnswer):
-                self._note(f"error: {failure_of(exc, has_text=self._has_answer()).text}")
+                self._note(f"error: {self._failure(exc).text}")
             else:
                 self._note(f"error: {exc.message}" + (f"\nhint: {exc.hint}" if exc.hint else ""))
 
-    def _has_answer(self) -> bool:
+    def _failure(self, error: PenstockError) -> Failure:
         leaf = self._conversation.turns.get(self._conversation.leaf or "")
-        return leaf is not None and leaf.role == "assistant"
+        failure = failure_of(error, has_text=leaf is not None and leaf.role == "assistant")
+        if needs_count(failure) and not self._options.completion:
+            body = {"model": self._settings.model, "messages": chats.messages(self._conversation)}
+            with contextlib.suppress(PenstockError):  # only vLLM counts
+                failure = counted(failure, self._client.post_json("/tokenize", body), self._settings.max_tokens)
+        self._over_tokens = failure.over_tokens or 1
+        return failure
 
     def _command(self, text: str) -> None:
         word, _, rest = text.partition(" ")
@@ -315,7 +322,7 @@ class _Session:
         self._answer()
 
     def _shorten(self, _: str) -> None:
-        self._conversation = chats.drop_oldest(self._conversation)
+        self._conversation = chats.drop_oldest(self._conversation, self._over_tokens)
         self._note(f"(the model gets {len(chats.messages(self._conversation))} messages)")
 
     def _last_question(self) -> Turn:

@@ -98,7 +98,7 @@ def environment(config: PageConfig, before: Mapping[str, str]) -> dict[str, str]
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
-    return kept | settings | ({"SSL_CERT_FILE": config.ca_file} if config.ca_file else {})
+    return kept | settings
 
 
 if __name__ == "__main__":

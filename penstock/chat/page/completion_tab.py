@@ -40,7 +40,7 @@ def build(config: PageConfig, upstream: Upstream) -> None:
                 prompt = gradio.Textbox(label="Prompt", lines=5, max_lines=20, placeholder="Once upon a time")
                 with gradio.Row():
                     submit, stop = gradio.Button("Submit", variant="primary"), gradio.Button("Stop")
-                text = gradio.Textbox(label="Answer", lines=10, max_lines=30, interactive=False, buttons=["copy"])
+                text = gradio.Textbox(label="Answer", lines=10, max_lines=30, interactive=False)
                 below = gradio.HTML()
             with gradio.Column(scale=1, min_width=220):
                 model = gradio.Dropdown(

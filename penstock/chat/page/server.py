@@ -68,7 +68,7 @@ def make_app(config: PageConfig, say: Say) -> Any:
 
     from penstock.chat.page import layout
 
-    ask = partial(_models, config.gateway)
+    ask = partial(_models, config)
     login, status = Login(config, say, ask), Status(ask, config.has_login)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_api_route("/health", _health, include_in_schema=False)
@@ -84,7 +84,7 @@ def make_app(config: PageConfig, say: Say) -> Any:
     app = gradio.mount_gradio_app(
         app, blocks, path="/", auth_dependency=_session_of, footer_links=[], run_history=False, show_error=False,
         max_file_size=_UPLOAD, ssr_mode=False, enable_monitoring=False, pwa=False, mcp_server=False,
-        theme=theme.theme(), css=theme.css(), head=theme.head(),
+        theme=theme.theme(), head=theme.head(),
     )  # fmt: skip
     return login.around(app)
 
@@ -97,9 +97,9 @@ def _session_of(request: Request) -> str:
     return visitor(request).session or "everyone"
 
 
-def _models(gateway: str, key: str | None) -> Any:
+def _models(config: PageConfig, key: str | None) -> Any:
     """Blocks.  Raises HttpError, or another PenstockError."""
-    return Client(gateway, key, timeout_s=_ANSWER_S).get_json("/v1/models")
+    return Client(config.gateway, key, timeout_s=_ANSWER_S, pinned=config.certificate).get_json("/v1/models")
 
 
 class Status:

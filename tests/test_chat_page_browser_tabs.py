@@ -1,0 +1,103 @@
+"""Completion, Compare and Use it elsewhere of the chat page, in a real Chromium."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+
+import pytest
+from chat_page_driver import People, a_chromium, log_in, violations
+from chat_page_rig import Answer, ChatPage, Gate, chat_page
+from playwright.sync_api import Page, expect
+
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+
+HOSTILE = 'it\'s "quoted" $(touch /tmp/pwned) \\ <img src=x onerror=alert(1)>'
+
+
+@pytest.fixture(scope="module")
+def people(tmp_path_factory: pytest.TempPathFactory) -> Iterator[People]:
+    with (
+        chat_page(tmp_path_factory.mktemp("chat-page")) as rig,
+        a_chromium() as browser,
+        People(browser, rig, log_in(browser, rig)) as people,
+    ):
+        yield people
+
+
+@pytest.fixture
+def rig(people: People) -> Iterator[ChatPage]:
+    yield people.rig
+    people.rig.answers.clear()
+    people.rig.engine.asked.clear()
+
+
+def opened(people: People, name: str) -> Page:
+    page = people.tab()
+    page.get_by_role("tab", name=name, exact=True).click()
+    return page
+
+
+def test_raw_prompt_is_completed_and_stopped(people: People, rig: ChatPage) -> None:
+    gate = Gate()
+    rig.answers["Once upon"] = Answer((" a time", gate, " <b>it</b> was"))
+    rig.answers["for ever"] = Answer(("and on", Gate()))
+    page = opened(people, "Completion")
+    tab, below = page.locator("#penstock-completion"), page.locator("#penstock-completion .penstock-foot")
+    expect(tab.get_by_label("Model")).to_have_value("demo")
+    tab.get_by_label("Prompt").fill("Once upon")
+    tab.get_by_label("Stop texts, one a line").fill("END\n\n###")
+    tab.get_by_role("button", name="Submit").click()
+    expect(tab.get_by_label("Answer")).to_have_value(" a time")
+    expect(below).to_contain_text("writing")
+    gate.open()
+    expect(tab.get_by_label("Answer")).to_have_value(" a time <b>it</b> was")
+    expect(below).to_contain_text("3 tokens · 18 in")
+    asked = rig.engine.asked[0]
+    assert asked.path == "/v1/completions"
+    sent = {name: asked.body[name] for name in ("model", "prompt", "max_tokens", "temperature", "stop")}
+    assert sent == {"model": "demo", "prompt": "Once upon", "max_tokens": 50, "temperature": 0, "stop": ["END", "###"]}
+    tab.get_by_label("Prompt").fill("for ever")
+    tab.get_by_role("button", name="Submit").click()
+    expect(tab.get_by_label("Answer")).to_have_value("and on")
+    tab.get_by_role("button", name="Stop").click()
+    rig.wait_until(lambda: rig.engine.asked[1].cut_at is not None, "the engine's request ends")
+    expect(below).to_have_text("stopped")
+    assert violations(page) == []
+
+
+def test_two_answers_grow_at_once_side_by_side(people: People, rig: ChatPage) -> None:
+    gate = Gate()
+    rig.answers["why?"] = Answer(("because ", gate, "<script>alert(1)</script> **so**"))
+    page = opened(people, "Compare")
+    tab = page.locator("#penstock-compare")
+    tab.get_by_text("Right: settings").click()
+    tab.get_by_label("System message").last.fill("Be brief.")
+    tab.get_by_label("Question for both").fill("why?")
+    tab.get_by_role("button", name="Ask both").click()
+    expect(tab.get_by_text("because")).to_have_count(2)
+    rig.wait_until(lambda: len(rig.engine.asked) == 2, "both are asked before one has ended")
+    gate.open()
+    expect(tab.locator("strong", has_text="so")).to_have_count(2)
+    expect(tab.locator(".penstock-foot", has_text="3 tokens")).to_have_count(2)
+    systems = [asked.body["messages"][0]["content"] for asked in rig.engine.asked]
+    assert sorted(systems) == ["Be brief.", "why?"]
+    assert violations(page) == []
+
+
+def test_conversation_leaves_as_a_command_that_carries_it(people: People, rig: ChatPage) -> None:
+    chat = people.chat()
+    chat.ask_and_wait(HOSTILE, "You said: it's")
+    chat.page.get_by_role("tab", name="Use it elsewhere").click()
+    tab = chat.page.locator("#penstock-elsewhere")
+    expect(tab.locator(".cm-content:visible")).to_contain_text("curl")
+    tab.get_by_label("Address").fill("https://llm.example.org/v1")
+    expect(tab.locator(".cm-content:visible")).to_contain_text("https://llm.example.org/v1/chat/completions")
+    command = "\n".join(tab.locator(".cm-line:visible").all_inner_texts())
+    body = json.loads(shlex.split(command.replace("\\\n", " "))[2])
+    assert body["messages"] == [{"role": "user", "content": HOSTILE}]
+    assert "$PENSTOCK_KEY" in command
+    tab.get_by_role("tab", name="Zed").click()
+    expect(tab.locator(".cm-content:visible")).to_contain_text("openai_compatible")
+    assert violations(chat.page) == []
