@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from penstock.chat import files
 from penstock.chat.conversation import Conversation, Turn
+from penstock.chat.failures import failure_of
 from penstock.chat.page.answering import Order, Shown, conversation_boxes, obey
 from penstock.chat.page.config import PageConfig
 from penstock.chat.page.markup import DISPLAY, INLINE
@@ -95,7 +96,7 @@ class ChatTab:
             question = Turn(new_id(), None, "user", text.strip(), order.images)
             conversation, turn = obey(conversation, order, question, time.time())
         except UserError as exc:
-            raise gradio.Error(" ".join(filter(None, (exc.message, exc.hint))), print_exception=False) from exc
+            raise gradio.Error(failure_of(exc).text, print_exception=False) from exc
         message = "" if has_text else gradio.skip()
         if turn is None:
             yield _boxes(conversation_boxes(conversation)), _json(conversation), message
