@@ -26,8 +26,8 @@ BODY = """
 <button id="penstock-stop" hidden onclick="this.hidden = true">Stop</button>
 <label id="penstock-message">Message <textarea></textarea></label></main>
 """
-STYLE = f"<style>{theme.css()} .sidebar:not(.open) div {{ display: none !important; }}</style>"
-DOCUMENT = f'<!doctype html><html lang="en"><title>demo</title>{STYLE}{theme.head()}<body>{BODY}</html>'
+STYLE = "<style>.sidebar:not(.open) div { display: none !important; }</style>"
+DOCUMENT = f'<!doctype html><html lang="en"><title>demo</title>{theme.head()}{STYLE}<body>{BODY}</html>'
 
 
 @pytest.fixture(scope="module")

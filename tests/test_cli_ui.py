@@ -174,10 +174,10 @@ def test_an_old_manifest_in_a_pod_needs_a_key(
 
 
 def test_gradio_finds_no_variable_that_opens_something() -> None:
-    config = PageConfig("http://g", "127.0.0.1", 1, "/f", False, ca_file="/ca.pem")
+    config = PageConfig("http://g", "127.0.0.1", 1, "/f", False)
     settings = page.environment(config, {"GRADIO_SHARE": "True", "GRADIO_ALLOWED_PATHS": "/", "PATH": "/bin"})
     assert settings["GRADIO_ANALYTICS_ENABLED"] == "False" and settings["GRADIO_TEMP_DIR"] == "/f/uploads"
-    assert settings["HF_HUB_OFFLINE"] == "1" and settings["SSL_CERT_FILE"] == "/ca.pem" and settings["PATH"] == "/bin"
+    assert settings["HF_HUB_OFFLINE"] == "1" and settings["PATH"] == "/bin"
     assert not {"GRADIO_SHARE", "GRADIO_ALLOWED_PATHS"} & settings.keys()
 
 

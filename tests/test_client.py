@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, UserError
 from penstock.testing.fake_engine.options import Options
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_engine.running import InThread, in_thread
 from penstock.wire import http1
 from penstock.wire.announcement import Progress
 from penstock.wire.answers import BrokenAnswer, Chunk, HttpError, NoAnswer, Reply, StreamReader, ToolCall
-from penstock.wire.client import Client
+from penstock.wire.client import Client, tls_context
 from penstock.wire.model_list import ModelCard, ReplicaCount, read_models
 from penstock.wire.waiting import Waiting, read_comment, write_comment
 
@@ -379,3 +382,36 @@ def test_text_can_be_fetched_and_our_own_structs_posted_with_headers(engine: InT
     assert engine.seen[-1].body == b'{"text":"hi","age_s":null}'
     headers = engine.seen[-1].headers
     assert (headers["authorization"], headers["content-type"]) == ("Bearer t", "application/json")
+
+
+def shakes_hands(certificate: tuple[Path, Path], pinned: Path) -> bool:
+    """Whether a client with that pinned certificate takes a server with the other, in memory."""
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), tls_context(pinned=str(pinned))
+    server.load_cert_chain(*certificate)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    one = client.wrap_bio(to_client, to_server, server_hostname="127.0.0.1")
+    other = server.wrap_bio(to_server, to_client, server_side=True)
+    try:
+        for side in (one, other, one, other):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    except ssl.SSLCertVerificationError:
+        return False
+    return bool(one.getpeercert())
+
+
+def test_a_pinned_certificate_is_taken_by_any_name_and_no_other_is(
+    certificate: tuple[Path, Path], tmp_path: Path
+) -> None:
+    assert shakes_hands(certificate, certificate[0]), "its name is localhost, and 127.0.0.1 was asked for"
+    other = tmp_path / "other.pem"
+    name, curve = ["-subj", "/CN=other", "-keyout", str(tmp_path / "key")], ["-pkeyopt", "ec_paramgen_curve:P-256"]
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", *curve, "-nodes", *name, "-out", str(other)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    assert not shakes_hands(certificate, other)
+    other.write_bytes(other.read_bytes() + certificate[0].read_bytes())
+    assert not shakes_hands(certificate, other), "only the first of a file"
+    with pytest.raises(UserError, match="cannot read certificate"):
+        tls_context(pinned=str(tmp_path / "key"))

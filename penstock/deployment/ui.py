@@ -61,11 +61,11 @@ def write_config(run: Run, gateway: str, host: str, port: int) -> Path:
     deployment, model = run.deployment(), run.plan().served_names[0]
     page, price = page_of(deployment), deployment.gateway.price
     run.ui_folder.mkdir(mode=0o700, exist_ok=True)
-    has_login = page.login != "none"
+    has_login, is_tls = page.login != "none", gateway.startswith("https")
     key_file = _shared_key(run) if deployment.gateway.auth == "keys" and not has_login else None
     config = PageConfig(
         gateway, host, port, str(run.ui_folder), has_login, None if key_file is None else str(key_file),
-        ca_file=run.gateway_file().tls_cert if gateway.startswith("https") and run.gateway_config.exists() else None,
+        certificate=run.gateway_file().tls_cert if is_tls and run.gateway_config.exists() else None,
         deployment=run.name, title=page.title or run.name, model=model, system=page.system, examples=page.examples,
         root_path=page.root_path or "", prices={} if price is None else {model: price},
     )  # fmt: skip

@@ -10,6 +10,7 @@ import time
 import urllib.parse
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ from penstock.wire.model_list import ModelCard, read_models
 from penstock.wire.sse import Event, Parser
 from penstock.wire.waiting import PROGRESS_HEADER, Waiting
 
+_PEM_END = "-----END CERTIFICATE-----"
 _PIECE_BYTES = 65536
 Message = Mapping[str, object]  # {"role": "user", "content": "..."}, as OpenAI's API takes it
 
@@ -38,8 +40,20 @@ Message = Mapping[str, object]  # {"role": "user", "content": "..."}, as OpenAI'
 Stream = Generator[Chunk | Reply, None, None]  # chunks, then one reply
 
 
-def tls_context(is_insecure: bool) -> ssl.SSLContext:
-    """Certificates as OpenSSL finds them (`SSL_CERT_FILE`), or none checked."""
+def tls_context(is_insecure: bool = False, pinned: str | None = None) -> ssl.SSLContext:
+    """Certificates as OpenSSL finds them (`SSL_CERT_FILE`), or none checked.
+
+    `pinned`: the server must have the first certificate of that PEM file, whatever name it is reached by.
+    """
+    if pinned is not None:
+        try:
+            first, end, _ = Path(pinned).read_text("ascii").partition(_PEM_END)
+            context = ssl.create_default_context(cadata=first + end)
+        except (OSError, ValueError) as exc:  # ssl.SSLError is an OSError
+            raise UserError(f'cannot read certificate "{pinned}": {exc}') from exc
+        context.check_hostname = False
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        return context
     context = ssl.create_default_context()
     if is_insecure:
         context.check_hostname = False
@@ -51,7 +65,7 @@ class Client:
     """Talks to one base URL, with or without "/v1" at its end. Safe to share between threads: it holds no connection.
 
     `timeout_s` bounds the connect and each wait for more bytes, not the whole answer. `clock` gives seconds.
-    `is_insecure`: the server's certificate is not checked.
+    `is_insecure`: the server's certificate is not checked; `pinned`: a PEM file with the one that it has.
     """
 
     def __init__(
@@ -61,6 +75,7 @@ class Client:
         timeout_s: float = 300.0,
         clock: Callable[[], float] = time.perf_counter,
         is_insecure: bool = False,
+        pinned: str | None = None,
     ) -> None:
         try:
             parts = urllib.parse.urlsplit(base_url if "://" in base_url else f"http://{base_url}")
@@ -80,7 +95,7 @@ class Client:
         self._clock = clock
         self._host, self._port = parts.hostname, port
         self._is_tls = parts.scheme == "https"
-        self._is_insecure = is_insecure
+        self._is_insecure, self._pinned = is_insecure, pinned
         self._root = _root(parts.path)
 
     def models(self) -> tuple[ModelCard, ...]:
@@ -187,7 +202,7 @@ class Client:
         if self.api_key:
             lines["authorization"] = f"Bearer {self.api_key}"
         if self._is_tls:
-            context = tls_context(self._is_insecure)
+            context = tls_context(self._is_insecure, self._pinned)
             connection: http.client.HTTPConnection = http.client.HTTPSConnection(
                 self._host, self._port, timeout=self.timeout_s, context=context
             )

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         serve(config)
     except PenstockError as error:
         facts = (error.message, (error.detail or "").replace("\n", "; "), error.hint)
-        say(" | ".join(fact for fact in facts if fact))
+        say("error: " + " | ".join(fact for fact in facts if fact))
         return error.exit_code
     return 0
 
@@ -98,7 +98,7 @@ def environment(config: PageConfig, before: Mapping[str, str]) -> dict[str, str]
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
-    return kept | settings | ({"SSL_CERT_FILE": config.ca_file} if config.ca_file else {})
+    return kept | settings
 
 
 if __name__ == "__main__":

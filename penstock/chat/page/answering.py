@@ -11,24 +11,23 @@ from msgspec.structs import replace
 from penstock.chat import conversation as tree
 from penstock.chat import statistics
 from penstock.chat.conversation import Conversation, Turn
-from penstock.chat.failures import Failure, failure_of
+from penstock.chat.failures import Failure
 from penstock.chat.page import footers
 from penstock.chat.page.markup import Markup, shown
 from penstock.chat.waiting import show_waiting
-from penstock.errors import PenstockError
 from penstock.spec.gateway import Price
 from penstock.wire.answers import Chunk, Reply
 from penstock.wire.waiting import Waiting
 
 Act = Literal["ask", "edit", "retry", "continue", "shrink", "choose", "delete"]
-STOPPED = "stopped"  # the finish reason of an answer that the visitor stopped
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What a button or the message box asks for. `turn`: the one that it is about."""
+    """What a button or the message box asks for. `turn`: the one that it is about; `images`: data URLs."""
 
     act: Act = "ask"
     turn: str | None = None
+    images: tuple[str, ...] = ()
 
 
 class Shown(msgspec.Struct, frozen=True):
@@ -113,47 +112,52 @@ class GrowingAnswer:
         else:
             self._new += chunk.text
             self._texts.append(chunk.text)
-            if self._reasoning_at_s and len(self._texts) == 2:
-                self._reasoning_at_s = self._reasoning_at_s[0], chunk.at_s
 
-    def fail(self, error: PenstockError) -> None:
-        self._failure = failure_of(error, has_text=bool(self.n_chars))
+    def fail(self, failure: Failure) -> None:
+        self._failure = failure
 
     def stop(self) -> None:
-        self._end_reason = STOPPED
+        self._end_reason = statistics.STOPPED
 
     def turn(self, now: float) -> Turn:
         """The answer as it stands, for the conversation."""
-        began_s, ended_s = self._reasoning_at_s or (0.0, 0.0)
         text, reasoning = "".join(self._texts), "".join(self._reasonings)
         self._texts, self._reasonings = [text, ""], [reasoning]
         return replace(
             self._turn,
             text=text,
             reasoning=reasoning,
-            reasoning_s=ended_s - began_s if self._reasoning_at_s else self._turn.reasoning_s,
+            reasoning_s=self._reasoning_s(),
             finish_reason=self._end_reason or (self._reply.finish_reason if self._reply else None),
             statistics=self._statistics(now),
             error=self._failure.text if self._failure else None,
         )
+
+    def _reasoning_s(self) -> float | None:
+        if self._reply is not None and self._reply.reasoning_s is not None:
+            return self._reply.reasoning_s
+        if self._reasoning_at_s is None:
+            return self._turn.reasoning_s
+        return self._reasoning_at_s[1] - self._reasoning_at_s[0]
 
     def _statistics(self, now: float) -> statistics.Statistics | None:
         if self._reply is not None:
             names = self._turn.model or "", self._reply.model or ""  # the turn's is None where the server chose
             price = next((self._prices[name] for name in names if name in self._prices), None)
             return statistics.of_reply(self._reply, price)
-        if self._ttft_s is None:
+        if self._ttft_s is None and self._end_reason is None:
             return None
         replica = self._waiting.replica if self._waiting else None
-        return statistics.Statistics(ttft_s=self._ttft_s, duration_s=now - self._began_at, replica=replica)
+        return statistics.Statistics(
+            ttft_s=self._ttft_s, duration_s=now - self._began_at, replica=replica, finish_reason=self._end_reason
+        )
 
     def boxes(self, now: float) -> list[Shown]:
         """The answer while it grows, with the clock below."""
         self._text, self._new = self._markup.add(self._new) if self._new else self._text, ""
         if self._new_reasoning:
             self._reasoning, self._new_reasoning = self._reasoning_markup.add(self._new_reasoning), ""
-        began_s, ended_s = self._reasoning_at_s or (0.0, 0.0)
-        boxes = _folds(self._turn, self._reasoning, ended_s - began_s, not self._text)
+        boxes = _folds(self._turn, self._reasoning, self._reasoning_s(), not self._text)
         if self._text:
             boxes.append(Shown("assistant", "text", self._text, is_growing=True))
         return [*boxes, Shown("assistant", "footer", self._clock(now), is_growing=True)]

@@ -1,104 +1,166 @@
-// What the buttons below questions and answers do, and what each event of the chat gets from this tab.
-// The server reads an order ({act, turn}) with the conversation: penstock.orders() gives both.
+// The chat's own part: buttons below questions and answers, editing, images, and what each event gets from this tab.
+// An order ({act, turn, images}) says what an event is about; window.penstockChat gives it to the server.
 
-const chat = { order: null, editing: null, tries: 0 };
+const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
+const IMAGE_SIDE_MAX = 2048; // larger ones are made smaller: models see no more
+const TRIES_MAX = 5;
+const chat = { order: null, editing: null, images: [], tries: 0 };
 
-function messageBox() {
-  return document.querySelector("#penstock-message textarea");
-}
+const isAnswering = () => document.body.classList.contains("penstock-busy");
+const turnOf = (id) => page.conversation.turns[id];
 
 function fill(text) {
-  const box = messageBox();
+  const box = drafts.box();
   box.value = text;
   box.dispatchEvent(new Event("input", { bubbles: true }));
 }
 
-function obey(act, turn) {
+function order(act, turn) {
   chat.order = { act, turn };
-  document.querySelector("#penstock-act")?.click();
+  byId("penstock-act")?.click();
 }
 
-function turnOf(id) {
-  return JSON.parse(window.penstock.current()).turns[id];
+// What stands above the message box: that a question is edited, and the images that go with the next one.
+function drawAbove() {
+  const parts = chat.images.map((url, place) =>
+    el("span", { class: "image" }, el("img", { src: url, alt: `image ${place + 1}` }),
+      el("button", { type: "button", "aria-label": `Remove image ${place + 1}`, onclick: () => (chat.images.splice(place, 1), drawAbove()) }, "×")));
+  if (chat.editing)
+    parts.unshift(el("span", {}, "You edit a question; the old one stays as a branch. ",
+      el("button", { type: "button", onclick: cancelEdit }, "Cancel")));
+  byId("penstock-above")?.replaceChildren(...parts);
 }
 
 function beginEdit(id) {
-  if (!chat.editing) chat.editing = { draft: messageBox().value };
-  chat.editing.turn = id;
-  document.body.classList.add("penstock-editing");
+  chat.editing = { draft: chat.editing?.draft ?? drafts.box().value, turn: id };
   fill(turnOf(id)?.text ?? "");
-  messageBox().focus();
+  drafts.box().focus();
+  drawAbove();
 }
 
-function endEdit() {
+function cancelEdit() {
   if (!chat.editing) return;
   const { draft } = chat.editing;
   chat.editing = null;
-  document.body.classList.remove("penstock-editing");
-  return draft;
+  fill(draft);
+  drawAbove();
 }
 
-async function copy(button, id) {
-  const text = turnOf(id)?.text ?? "";
+async function copyText(button, text) {
   try {
     await navigator.clipboard.writeText(text);
   } catch {
     // Pages without TLS beyond this machine have no clipboard.
-    const area = Object.assign(document.createElement("textarea"), { value: text });
+    const area = el("textarea", {});
+    area.value = text;
     document.body.append(area);
     area.select();
     document.execCommand("copy");
     area.remove();
   }
-  const label = button.textContent;
   button.textContent = "Copied";
-  setTimeout(() => (button.textContent = label), 1500);
+  setTimeout(() => (button.textContent = "Copy"), 1500);
 }
 
 document.addEventListener("click", (event) => {
   const button = event.target.closest?.(".penstock-foot button[data-act]");
-  // What a model wrote lies in .md; nothing there is a button of ours.
+  // What a model wrote lies in .md: nothing there is a button of ours.
   if (!button || button.closest(".md")) return;
   const { act, turn } = button.dataset;
-  if (act === "copy") copy(button, turn);
+  if (act === "copy") copyText(button, turnOf(turn)?.text ?? "");
+  else if (isAnswering()) notify("An answer is arriving. Stop it first.");
   else if (act === "edit") beginEdit(turn);
-  else if (!document.body.classList.contains("penstock-busy")) obey(act, turn);
+  else order(act, turn);
 });
 
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || !chat.editing) return;
-  fill(endEdit() ?? "");
-  event.preventDefault();
+  if (event.key === "Escape" && chat.editing && !isAnswering()) cancelEdit();
 });
 
-// An overloaded server said when to come again: a countdown, then the question is asked again, five times at most.
+// An overloaded server said when to come again: a countdown, then the question is asked again.
 setInterval(() => {
   for (const button of document.querySelectorAll(".penstock-foot button[data-in]")) {
-    if (chat.tries >= 5) continue;
+    if (chat.tries >= TRIES_MAX) continue;
     button.dataset.at ??= Date.now() + 1000 * Number(button.dataset.in);
     const left = Math.ceil((button.dataset.at - Date.now()) / 1000);
-    button.textContent = left > 0 ? `Ask again in ${left} s` : "Ask again";
-    if (left <= 0 && !document.body.classList.contains("penstock-busy") && !document.hidden) {
-      chat.tries += 1;
-      button.removeAttribute("data-in");
-      button.click();
-    }
+    button.textContent = left > 0 ? `Ask again (by itself in ${left} s)` : "Ask again";
+    if (left > 0 || isAnswering() || document.hidden) continue;
+    const tries = chat.tries + 1;
+    button.removeAttribute("data-in");
+    button.click();
+    chat.tries = tries;
   }
 }, 250);
 
+// Images: chosen, pasted or dropped, where the model takes them.
+function takesImages() {
+  const chosen = document.querySelector("#penstock-model input")?.value ?? "";
+  const names = (row) => [row.id, ...(row.aliases ?? [])];
+  const row = state.rows.find((one) => names(one).some((name) => chosen === name || chosen.startsWith(`${name} (`))) ?? state.rows[0];
+  // A server that is no gateway of ours does not say; its refusal does.
+  return Boolean(row && (row.input_modalities ? row.input_modalities.includes("image") : !row.state));
+}
+
+async function smaller(file) {
+  const url = await new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+  const image = new Image();
+  image.src = url;
+  await image.decode();
+  const share = IMAGE_SIDE_MAX / Math.max(image.naturalWidth, image.naturalHeight);
+  if (share >= 1 && IMAGE_TYPES.includes(file.type)) return url;
+  const canvas = el("canvas", { width: Math.round(image.naturalWidth * Math.min(1, share)), height: Math.round(image.naturalHeight * Math.min(1, share)) });
+  canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+  return canvas.toDataURL("image/jpeg", 0.9);
+}
+
+async function addImages(files) {
+  const images = [...files].filter((file) => file.type.startsWith("image/"));
+  if (!images.length) return;
+  if (!takesImages()) return notify("This model takes no images.");
+  for (const file of images) {
+    try {
+      chat.images.push(await smaller(file));
+    } catch {
+      notify(`${file.name} is no image that this browser can read.`);
+    }
+  }
+  drawAbove();
+}
+
+whenThere("#penstock-ask", (row) => {
+  const input = el("input", { type: "file", accept: "image/*", multiple: true, hidden: true, onchange: () => addImages(input.files).then(() => (input.value = "")) });
+  const attach = el("button", { id: "penstock-attach", type: "button", "aria-label": "Attach images", title: "Attach images", onclick: () => input.click() }, "+");
+  row.prepend(attach, input);
+  row.addEventListener("paste", (event) => addImages(event.clipboardData?.files ?? []));
+  row.addEventListener("dragover", (event) => event.preventDefault());
+  row.addEventListener("drop", (event) => (event.preventDefault(), addImages(event.dataTransfer?.files ?? [])));
+  setInterval(() => (attach.hidden = !takesImages()), 1000);
+});
+
 window.penstockChat = {
-  // For the `js` of the event that answers: the conversation and the order, before the values of the other inputs.
-  orders(_conversation, _order, ...rest) {
-    const editing = chat.editing?.turn;
-    const order = chat.order ?? (editing ? { act: "edit", turn: editing } : { act: "ask" });
-    if (!chat.order) chat.tries = 0;
-    if (order.act === "edit") endEdit();
+  // The conversation and the order, before the values of the other inputs.
+  orders(_conversation, _order, text, ...rest) {
+    const given = chat.order ?? (chat.editing ? { act: "edit", turn: chat.editing.turn } : { act: "ask", images: chat.images });
     chat.order = null;
+    chat.tries = 0;
+    if (["ask", "edit"].includes(given.act) && (text.trim() || given.images?.length)) {
+      const draft = chat.editing?.draft;
+      Object.assign(chat, { editing: null, images: given.act === "ask" ? [] : chat.images, draft });
+      drawAbove();
+    }
     document.body.classList.add("penstock-busy");
-    return [window.penstock.current(), JSON.stringify(order), ...rest];
+    return [window.penstock.current(), JSON.stringify(given), text, ...rest];
   },
+  // An event is over, whatever became of it.
   ended() {
     document.body.classList.remove("penstock-busy");
+    if (chat.draft && !drafts.box().value) fill(chat.draft);
+    chat.draft = "";
   },
   current: (_conversation, ...rest) => [window.penstock.current(), ...rest],
 };

@@ -16,13 +16,16 @@ import gradio
 import msgspec
 from msgspec.structs import replace
 
+from penstock.chat import files
 from penstock.chat.conversation import Conversation, Turn
+from penstock.chat.failures import failure_of
 from penstock.chat.page.answering import Order, Shown, conversation_boxes, obey
 from penstock.chat.page.config import PageConfig
 from penstock.chat.page.markup import DISPLAY, INLINE
 from penstock.chat.page.sessions import visitor
 from penstock.chat.page.settings_panel import Panel
 from penstock.chat.page.streaming import Chat, new_id
+from penstock.errors import UserError
 
 _LATEX = [
     {"left": DISPLAY[0], "right": DISPLAY[1], "display": True},
@@ -40,13 +43,14 @@ class ChatTab:
             sanitize_html=True, latex_delimiters=_LATEX, layout="panel", group_consecutive_messages=False,
             examples=[{"text": text} for text in config.examples] or None, placeholder="Ask something.", height="70vh",
         )  # fmt: skip
+        gradio.HTML('<div id="penstock-above"></div>')
         with gradio.Row(elem_id="penstock-ask"):
             self.message = gradio.Textbox(
                 label="Message", show_label=False, placeholder="Message", lines=1, max_lines=12, scale=8,
                 elem_id="penstock-message", container=False, autofocus=True,
             )  # fmt: skip
-            self.send = gradio.Button("Send", variant="primary", elem_id="penstock-send", scale=1, min_width=80)
-            self.stop = gradio.Button("Stop", variant="stop", elem_id="penstock-stop", scale=1, min_width=80)
+            self.send = gradio.Button("Send", variant="primary", elem_id="penstock-send", scale=0, min_width=80)
+            self.stop = gradio.Button("Stop", variant="stop", elem_id="penstock-stop", scale=0, min_width=80)
         self.given = gradio.Textbox(visible="hidden", elem_id="penstock-given", label="conversation")
         self.order = gradio.Textbox(visible="hidden", elem_id="penstock-order", label="order")
         self.news = gradio.Textbox(visible="hidden", elem_id="penstock-news", label="news")
@@ -79,14 +83,21 @@ class ChatTab:
     async def _obey(
         self, request: gradio.Request, given: str, order_text: str, text: str, *values: Any
     ) -> AsyncGenerator[Any, None]:
-        conversation = self._read(given)
-        conversation = replace(conversation, settings=self._panel.settings(conversation.settings, [*values]))
         order = msgspec.json.decode(order_text, type=Order)
-        if order.act in ("ask", "edit") and not text.strip():
+        has_text = order.act in ("ask", "edit")
+        if has_text and not (text.strip() or order.images):
+            yield gradio.skip(), gradio.skip(), gradio.skip()
             return
-        question = Turn(new_id(), None, "user", text.strip())
-        conversation, turn = obey(conversation, order, question, time.time())
-        message = "" if order.act in ("ask", "edit") else gradio.skip()
+        try:
+            conversation = self._read(given)
+            if order.act not in ("choose", "delete"):
+                settings = self._panel.settings(conversation.settings, [*values])
+                conversation = replace(conversation, settings=settings)
+            question = Turn(new_id(), None, "user", text.strip(), order.images)
+            conversation, turn = obey(conversation, order, question, time.time())
+        except UserError as exc:
+            raise gradio.Error(failure_of(exc).text, print_exception=False) from exc
+        message = "" if has_text else gradio.skip()
         if turn is None:
             yield _boxes(conversation_boxes(conversation)), _json(conversation), message
             return
@@ -108,7 +119,7 @@ class ChatTab:
         return [_boxes(conversation_boxes(conversation)), *self._panel.values(conversation.settings)]
 
     def _read(self, given: str) -> Conversation:
-        conversation = msgspec.json.decode(given, type=Conversation)
+        (conversation,) = files.from_json(given)
         is_new = not conversation.turns and not conversation.settings.model
         return replace(conversation, settings=self._panel.first()) if is_new else conversation
 

@@ -8,7 +8,8 @@ from penstock.spec.gateway import Price
 
 
 class PageConfig(msgspec.Struct, frozen=True):
-    """`gateway`: the base URL that is asked, any with OpenAI's API; `ca_file`: certificates that it may show.
+    """`gateway`: the base URL that is asked, any with OpenAI's API; `certificate`: a PEM file with the one
+    that it has, where its name may be another than that of the URL.
 
     `key_file`: a file with the key that all use, mode 600, which with `has_login` is asked for; None where each gives
     their own, and where none is needed. `folder`: for sessions and uploads, mode 700. `prices`: by model, for the cost
@@ -21,7 +22,7 @@ class PageConfig(msgspec.Struct, frozen=True):
     folder: str
     has_login: bool
     key_file: str | None = None
-    ca_file: str | None = None
+    certificate: str | None = None
     deployment: str | None = None
     title: str = "penstock"
     model: str | None = None

@@ -15,6 +15,7 @@ from penstock.chat.page.sessions import visitor
 from penstock.chat.page.upstream import Upstream
 from penstock.chat.snippets import api, as_curl, as_python, elsewhere
 from penstock.errors import PenstockError, UserError
+from penstock.wire.model_list import ModelCard
 
 _EXAMPLE = {"role": "user", "content": "Hello"}
 _ASKED_AGAIN = "This conversation, whose last question is asked again."
@@ -26,13 +27,12 @@ def build(config: PageConfig, upstream: Upstream) -> None:
 
     async def write(current: str | None, address: str, request: gradio.Request) -> list[object]:
         conversation, key = _read(current), visitor(request).key
-        rows = await _rows(upstream, key)
+        cards = await _cards(upstream, key)
         asked = conversation.settings.model if conversation else config.model
-        row = next((row for row in rows if row.get("id") == asked), rows[0] if rows else {})
-        model = asked or str(row.get("id", "MODEL"))
+        card = next((card for card in cards if asked in (card.name, *card.aliases)), cards[0] if cards else None)
+        model = asked or (card.name if card else "MODEL")
         body = _body(conversation, model)
-        length = row.get("max_model_len")
-        others = elsewhere(address, model, length if isinstance(length, int) else None, key is not None)
+        others = elsewhere(address, model, card.max_model_len if card else None, key is not None)
         texts = [as_curl(address, body, key is not None), as_python(address, body, key is not None)]
         return [*texts, *(snippet.text for snippet in others)]
 
@@ -80,8 +80,8 @@ def _body(conversation: Conversation | None, model: str) -> dict[str, object]:
     return {"model": model, "messages": messages, **parameters.fields(conversation.settings), "stream": True}
 
 
-async def _rows(upstream: Upstream, key: str | None) -> list[dict[str, Any]]:
+async def _cards(upstream: Upstream, key: str | None) -> tuple[ModelCard, ...]:
     try:
         return await upstream.models(key)
     except PenstockError:
-        return []
+        return ()

@@ -14,8 +14,6 @@ from penstock.chat.conversation import Turn
 from penstock.chat.failures import Failure
 from penstock.text import show_seconds
 
-_ENDINGS = {"stopped": "stopped", "content_filter": "cut off by a filter"}
-
 
 def waiting(words: str, elapsed_s: float) -> str:
     """ "in the queue: 3 before you · 4 s"."""
@@ -36,7 +34,8 @@ def footer(turn: Turn, branches: Sequence[str], failure: Failure | None = None) 
     whose = "answer" if is_answer else "question"
     parts = [_error(turn, failure)] if turn.error else []
     if is_answer:
-        parts.append(f'<span class="penstock-figures">{escape(_figures(turn))}</span>')
+        figures = statistics.line(turn.statistics) if turn.statistics else ""
+        parts.append(f'<span class="penstock-figures">{escape(figures)}</span>')
     buttons = _branch_buttons(turn, branches, whose)
     buttons.append(_button("copy", turn.id, "Copy", f"Copy this {whose}"))
     if is_answer:
@@ -51,12 +50,6 @@ def footer(turn: Turn, branches: Sequence[str], failure: Failure | None = None) 
 def images(urls: Sequence[str]) -> str:
     tags = (f'<img src="{escape(url)}" alt="image {place} of the question">' for place, url in enumerate(urls, 1))
     return f'<div class="penstock-images">{"".join(tags)}</div>'
-
-
-def _figures(turn: Turn) -> str:
-    parts = [statistics.line(turn.statistics)] if turn.statistics else []
-    parts += [_ENDINGS[turn.finish_reason]] if turn.finish_reason in _ENDINGS else []
-    return " · ".join(part for part in parts if part)
 
 
 def _error(turn: Turn, failure: Failure | None) -> str:

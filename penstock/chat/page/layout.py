@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import gradio
@@ -15,23 +14,23 @@ from penstock.chat.page.settings_panel import Panel
 from penstock.chat.page.streaming import Chat
 from penstock.chat.page.upstream import Upstream
 
-SCRIPT = Path(__file__).with_name("chat.js")
-
 
 def build(config: PageConfig) -> Any:
     """A `gradio.Blocks`. Asks the gateway nothing until somebody opens the page."""
-    chat = Chat(Upstream(config.gateway, config.ca_file), config.prices)
+    upstream = Upstream(config.gateway, config.certificate)
+    chat = Chat(upstream, config.prices)
     with gradio.Blocks(title=config.title, analytics_enabled=False, fill_height=True) as blocks:
         with gradio.Sidebar(open=True, width=280, elem_id="penstock-left"):
             gradio.HTML('<div id="penstock-history"></div>')
         with gradio.Sidebar(open=False, position="right", width=320, elem_id="penstock-settings"):
-            panel = Panel(config)
+            panel = Panel(config, upstream)
         gradio.HTML(
             f'<header id="penstock-header"><h1>{escape(config.title)}</h1><div id="penstock-status"></div></header>'
         )
         with gradio.Tab("Chat"):
             tab = ChatTab(config, chat, panel)
-        completion_tab.build(config, chat.upstream)
-        compare_tab.build(config, chat.upstream, tab.bot.latex_delimiters)
-        elsewhere_tab.build(config, chat.upstream)
+        completion_tab.build(config, upstream)
+        compare_tab.build(config, upstream, tab.bot.latex_delimiters)
+        elsewhere_tab.build(config, upstream)
+        panel.listen(blocks)
     return blocks

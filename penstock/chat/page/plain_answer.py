@@ -87,7 +87,7 @@ async def together(*growing: AsyncGenerator[PlainAnswer, None]) -> AsyncGenerato
 async def model_names(upstream: Upstream, request: Any) -> list[str]:
     """What /v1/models lists for the visitor; empty while the gateway is away."""
     try:
-        return [str(row.get("id")) for row in await upstream.models(visitor(request).key)]
+        return [card.name for card in await upstream.models(visitor(request).key)]
     except PenstockError:
         return []
 

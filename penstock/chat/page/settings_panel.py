@@ -9,40 +9,77 @@ from msgspec.structs import replace
 
 from penstock.chat import settings as parameters
 from penstock.chat.page.config import PageConfig
+from penstock.chat.page.sessions import visitor
+from penstock.chat.page.upstream import Upstream
 from penstock.chat.settings import Settings
-from penstock.errors import UserError
+from penstock.errors import PenstockError, UserError
+from penstock.wire.model_list import ModelCard
 
+_MAX_TOKENS = 32768  # the end of the slider where the server does not say how long the context is
 _NUMBERS = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
 class Panel:
     """Makes the components where it is called. `values` and `settings` go from one to the other."""
 
-    def __init__(self, config: PageConfig) -> None:
-        self._config = config
+    def __init__(self, config: PageConfig, upstream: Upstream) -> None:
+        self._config, self._upstream = config, upstream
         first = self.first()
+        known = [config.model] if config.model else []
         self.model = gradio.Dropdown(
-            [config.model] if config.model else [], value=config.model, label="Model", allow_custom_value=True,
-            elem_id="penstock-model", interactive=True,
-        )  # fmt: skip
+            known,
+            value=config.model,
+            label="Model",
+            allow_custom_value=True,
+            elem_id="penstock-model",
+            interactive=True,
+        )
         self.system = gradio.Textbox(first.system, label="System message", lines=3, max_lines=12, interactive=True)
         self.has_system = gradio.Checkbox(
             first.has_system, label="Send the system message", info="Off for models that refuse one."
         )
         bound = parameters.bound("max_tokens")
-        self.max_tokens = gradio.Slider(1, 32768, 512, step=1, label=bound.label, info=bound.text, interactive=True)
-        self.numbers = [_number(name) for name in _NUMBERS]
-        self.stop = gradio.Textbox(
-            "", label="Stop", info="the answer ends before these, one a line", lines=1, max_lines=8
+        self.max_tokens = gradio.Slider(
+            1,
+            _MAX_TOKENS,
+            512,
+            step=1,
+            label=bound.label,
+            info=bound.text,
+            interactive=True,
+            elem_id="penstock-max-tokens",
         )
+        self.numbers = [_number(name) for name in _NUMBERS]
+        self.stop = gradio.Textbox("", label="Stop", info="The answer ends before these, one a line.", max_lines=8)
         self.thinking = gradio.Radio(
-            ["default", "on", "off"], value="default", label="Thinking", info="where the model can"
+            ["default", "on", "off"], value="default", label="Thinking", info="Where it can be set."
         )
         self.json_mode = gradio.Checkbox(False, label="JSON mode", info="The answer is one JSON object.")
         self.components = [
             *(self.model, self.system, self.has_system, self.max_tokens),
             *(*self.numbers, self.stop, self.thinking, self.json_mode),
         ]
+
+    def listen(self, blocks: Any) -> None:
+        """The list of models is read when the page is loaded and when the picker is opened."""
+        quiet = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
+        blocks.load(self._refresh, [self.model, self.max_tokens], [self.model, self.max_tokens], **quiet)
+        self.model.focus(self._refresh, [self.model, self.max_tokens], [self.model, self.max_tokens], **quiet)
+        self.model.input(self._refresh, [self.model, self.max_tokens], [self.model, self.max_tokens], **quiet)
+
+    async def _refresh(self, request: gradio.Request, chosen: str | None, max_tokens: int) -> tuple[Any, Any]:
+        try:
+            cards = await self._upstream.models(visitor(request).key)
+        except PenstockError:
+            return gradio.skip(), gradio.skip()  # the chip at the top says what is wrong
+        names = [name for card in cards for name in (card.name, *card.aliases)]
+        if chosen not in names:
+            chosen = self._config.model if self._config.model in names else next(iter(names), chosen)
+        longest = (
+            next((card.max_model_len for card in cards if chosen in (card.name, *card.aliases)), None) or _MAX_TOKENS
+        )
+        picker = gradio.update(choices=[(_label(card), card.name) for card in cards], value=chosen)
+        return picker, gradio.update(maximum=longest, value=min(max_tokens, longest))
 
     def first(self) -> Settings:
         """Of a new conversation."""
@@ -66,8 +103,8 @@ class Panel:
     def settings(self, before: Settings, values: list[Any]) -> Settings:
         """What the components say; `before` keeps what has no component. Raises UserError."""
         model, system, has_system, max_tokens, *numbers, stop, thinking, json_mode = values
-        figures = {name: _parsed(name, text) for name, text in zip(_NUMBERS, numbers, strict=True)}
-        return replace(
+        figures = {name: parameters.number(name, text or "") for name, text in zip(_NUMBERS, numbers, strict=True)}
+        settings = replace(
             before,
             model=model or None,
             system=system or None,
@@ -78,6 +115,20 @@ class Panel:
             json_mode=bool(json_mode),
             **figures,
         )
+        for problem in parameters.problems(settings):
+            raise UserError(problem.message, hint=problem.hint)
+        return settings
+
+
+def _label(card: ModelCard) -> str:
+    """ "demo", "demo (loading 45 %)", "demo (ready, 2 of 3)"."""
+    words = []
+    if card.state not in (None, "ready"):
+        share = card.progress.fraction if card.progress else None
+        words.append(f"{card.state} {share:.0%}" if share is not None else str(card.state))
+    if card.replicas and card.replicas.total > 1:
+        words.append(f"{card.replicas.ready} of {card.replicas.total} ready")
+    return f"{card.name} ({', '.join(words)})" if words else card.name
 
 
 def _number(name: str) -> Any:
@@ -86,16 +137,3 @@ def _number(name: str) -> Any:
     return gradio.Textbox(
         "", label=bound.label, info=bound.text, placeholder="the server's default", max_lines=1, interactive=True
     )
-
-
-def _parsed(name: str, text: str) -> float | int | None:
-    """Raises UserError for what is no number."""
-    text = (text or "").strip()
-    if not text:
-        return None
-    bound = parameters.bound(name)
-    try:
-        return int(text) if bound.is_whole else float(text.replace(",", "."))
-    except ValueError:
-        kind = "a whole number" if bound.is_whole else "a number"
-        raise UserError(f'{bound.label} is "{text[:40]}", not {kind}') from None

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from penstock.chat import conversation as tree
 from penstock.chat import settings as parameters
 from penstock.chat.conversation import Conversation, Turn
+from penstock.chat.failures import Failure, counted, failure_of, needs_count
 from penstock.chat.page.answering import GrowingAnswer, Shown, conversation_boxes
 from penstock.chat.page.pacing import batches, pause_s
 from penstock.chat.page.upstream import Upstream
@@ -60,12 +61,22 @@ class Chat:
             if stop.is_set():
                 growing.stop()
         except PenstockError as exc:
-            growing.fail(exc)
+            growing.fail(await self._failure(exc, growing, conversation, key))
         finally:
             self.n_streams -= 1
         now = time.monotonic()
         done = replace(tree.answer(conversation, growing.turn(now)), updated_at=time.time())
         yield [*earlier, *growing.last_boxes(done, now)], done
+
+    async def _failure(
+        self, error: PenstockError, growing: GrowingAnswer, conversation: Conversation, key: str | None
+    ) -> Failure:
+        failure = failure_of(error, has_text=bool(growing.n_chars))
+        if not needs_count(failure):
+            return failure
+        settings = conversation.settings
+        tokenized = await self.upstream.count(key, tree.messages(conversation), settings.model)
+        return counted(failure, tokenized, settings.max_tokens)
 
     def _begin(self, conversation: Conversation, turn: Turn) -> GrowingAnswer:
         model = conversation.settings.model

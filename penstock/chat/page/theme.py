@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).parent
-_SCRIPTS = ("store.js", "page.js", "history.js", "keyboard.js", "status.js", "chat.js")
+_SCRIPTS = ("store.js", "page.js", "history.js", "keyboard.js", "status.js", "labels.js", "chat.js")
+_STYLES = ("page.css", "chat.css")
 _FONT = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "sans-serif")
 _MONO = ("ui-monospace", "SF Mono", "Menlo", "Consolas", "monospace")
 _TEAL = ("#effaf8", "#d3f0ec", "#a8e0d9", "#72c8bf", "#3ba89e", "#17897f", "#0f766e", "#0c5f59", "#0c4c48", "#0b3f3c",
@@ -52,7 +53,6 @@ _COLOURS = {
     "error_text_color": ("#b01c1c", "#ff8f86"),
     "error_background_fill": ("#fde6e4", "#421918"),
     "error_border_color": ("#e9a8a4", "#7a2f2c"),
-    "slider_color": ("#0f766e", "#3cc4b4"),
     "checkbox_background_color_selected": ("#0f766e", "#0f766e"),
     "checkbox_border_color_selected": ("#0f766e", "#3cc4b4"),
 }
@@ -71,18 +71,22 @@ def theme() -> Any:
     dark = {f"{name}_dark": colour for name, (_, colour) in _COLOURS.items()}
     return plain.set(
         **{name: colour for name, (colour, _) in _COLOURS.items()}, **dark,
-        block_shadow="none", block_border_width="0px", button_primary_shadow="none", input_shadow="none",
+        input_border_width="1px", slider_color="*border_color_accent", block_shadow="none", block_border_width="0px",
+        button_primary_shadow="none", input_shadow="none",
         button_secondary_border_color="transparent", button_primary_border_color="transparent",
         shadow_drop="none", shadow_drop_lg="0 8px 28px rgb(0 0 0 / 14%)",
     )  # fmt: skip
 
 
 def css() -> str:
-    return (_HERE / "page.css").read_text("utf-8")
+    return "".join((_HERE / name).read_text("utf-8") for name in _STYLES)
 
 
 def head() -> str:
-    """One script in a scope of its own: it leaves `window.penstock` only."""
-    script = "\n".join((_HERE / name).read_text("utf-8") for name in _SCRIPTS if (_HERE / name).exists())
+    """Style and script, in a scope of its own: it leaves `window.penstock` and `window.penstockChat` only.
+
+    Gradio would put its own classes before each rule of a style sheet that it gets, which breaks media queries.
+    """
+    script = "\n".join((_HERE / name).read_text("utf-8") for name in _SCRIPTS)
     description = '<meta name="description" content="Chat with the models of this deployment">'
-    return f'{description}<script>(() => {{\n"use strict";\n{script}}})();</script>'
+    return f'{description}<style>{css()}</style><script>(() => {{\n"use strict";\n{script}}})();</script>'

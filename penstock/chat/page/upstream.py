@@ -5,10 +5,8 @@ Closing a stream early closes its connection, which ends the engine's work.
 
 from __future__ import annotations
 
-import ssl
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
 
 import httpx
 import msgspec
@@ -17,7 +15,8 @@ from penstock import __version__
 from penstock.errors import PenstockError
 from penstock.text import show_seconds
 from penstock.wire.answers import BrokenAnswer, Chunk, NoAnswer, Reply, StreamReader, decode_json, http_error
-from penstock.wire.client import Message
+from penstock.wire.client import Message, tls_context
+from penstock.wire.model_list import ModelCard, read_models
 from penstock.wire.waiting import PROGRESS_HEADER, Waiting
 
 Piece = Chunk | Waiting | Reply
@@ -28,20 +27,26 @@ _ERROR_BYTES = 65536
 
 
 class Upstream:
-    """One server at `base_url`, with or without "/v1" at its end. `ca_file`: certificates that it may show."""
+    """One server at `base_url`, with or without "/v1" at its end. `certificate`: the certificate that it has.
 
-    def __init__(self, base_url: str, ca_file: str | None = None) -> None:
+    `transport`: what a test puts in the place of sockets.
+    """
+
+    def __init__(
+        self, base_url: str, certificate: str | None = None, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1").rstrip("/")
         self._http = httpx.AsyncClient(
-            verify=ssl.create_default_context(cafile=ca_file) if ca_file else True,
+            verify=tls_context(pinned=certificate),
             trust_env=False,
+            transport=transport,
             timeout=httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=100),
             headers={"user-agent": f"penstock/{__version__}", "accept": "application/json, text/event-stream"},
         )
 
-    async def models(self, key: str | None) -> list[dict[str, Any]]:
-        """The rows of /v1/models. Raises HttpError, NoAnswer or PenstockError."""
+    async def models(self, key: str | None) -> tuple[ModelCard, ...]:
+        """Those of /v1/models. Raises HttpError, NoAnswer or PenstockError."""
         url = f"{self.base_url}/v1/models"
         try:
             response = await self._http.get(url, headers=_authorization(key), timeout=_CONNECT_S)
@@ -49,9 +54,7 @@ class Upstream:
             raise self._explain(exc) from exc
         if response.status_code >= 400:
             raise http_error(url, response.status_code, response.reason_phrase, response.content)
-        answer = decode_json(response.content, url)
-        rows = answer.get("data") if isinstance(answer, dict) else None
-        return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+        return read_models(decode_json(response.content, url), self.base_url)
 
     def stream_chat(self, key: str | None, messages: Sequence[Message], fields: Mapping[str, object]) -> Answer:
         """What is waited for, pieces as they come, then one Reply; `fields`: `settings.fields`.
@@ -64,6 +67,18 @@ class Upstream:
     def stream_complete(self, key: str | None, prompt: str, fields: Mapping[str, object]) -> Answer:
         """As `stream_chat`, for a raw prompt."""
         return self._stream("/v1/completions", key, {"prompt": prompt, **fields})
+
+    async def count(self, key: str | None, messages: Sequence[Message], model: str | None) -> object:
+        """What POST /tokenize answers, for `failures.counted`; None where the server does not count."""
+        body = msgspec.json.encode({"model": model, "messages": [*messages]})
+        headers = {"content-type": "application/json", **_authorization(key)}
+        try:
+            response = await self._http.post(
+                f"{self.base_url}/tokenize", content=body, headers=headers, timeout=_CONNECT_S
+            )
+            return decode_json(response.content, "the count") if response.is_success else None
+        except (httpx.HTTPError, PenstockError):
+            return None
 
     async def _stream(self, path: str, key: str | None, fields: Mapping[str, object]) -> Answer:
         sent_at, url, reader = time.perf_counter(), self.base_url + path, None
