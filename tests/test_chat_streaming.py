@@ -109,5 +109,5 @@ def test_a_question_that_is_too_long_says_how_much() -> None:
 
 def test_a_key_that_is_refused_ends_the_session() -> None:
     turn = answer(FakeUpstream(HttpError("refused", 401)))
-    assert turn.error is not None and REFUSED == [turn.error]
+    assert turn.error is not None and [turn.error] == REFUSED
     REFUSED.clear()
