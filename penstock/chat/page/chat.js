@@ -15,8 +15,8 @@ function fill(text) {
   box.dispatchEvent(new Event("input", { bubbles: true }));
 }
 
-function order(act, turn) {
-  chat.order = { act, turn };
+function order(act, turn, overTokens = 1) {
+  chat.order = { act, turn, over_tokens: overTokens };
   byId("penstock-act")?.click();
 }
 
@@ -70,7 +70,11 @@ document.addEventListener("click", (event) => {
   if (act === "copy") copyText(button, turnOf(turn)?.text ?? "");
   else if (isAnswering()) notify("An answer is arriving. Stop it first.");
   else if (act === "edit") beginEdit(turn);
-  else order(act, turn);
+  else if (act === "plain") {
+    const box = document.querySelector("#penstock-has-system input");
+    if (box?.checked) box.click();
+    order("retry", turn);
+  } else order(act, turn, Number(button.dataset.over ?? 1));
 });
 
 document.addEventListener("keydown", (event) => {
@@ -162,5 +166,10 @@ window.penstockChat = {
     if (chat.draft && !drafts.box().value) fill(chat.draft);
     chat.draft = "";
   },
-  current: (_conversation, ...rest) => [window.penstock.current(), ...rest],
+  // Another conversation is drawn; an answer that still arrives is left.
+  async shown() {
+    await window.penstock.ready;
+    document.body.classList.remove("penstock-busy");
+    return [window.penstock.current()];
+  },
 };

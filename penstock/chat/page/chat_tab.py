@@ -7,9 +7,10 @@ hidden box whose change `penstock.took` hears: with the question, then as it gro
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import gradio
@@ -55,9 +56,8 @@ class ChatTab:
         self.news = gradio.Textbox(visible="hidden", elem_id="penstock-news", label="news")
         self.act = gradio.Button("act", visible="hidden", elem_id="penstock-act")
         self.show = gradio.Button("show", visible="hidden", elem_id="penstock-show")
-        self._listen()
 
-    def _listen(self) -> None:
+    def listen(self, blocks: Any) -> None:
         answering = gradio.on(
             [self.message.submit, self.send.click, self.act.click],
             self._obey,
@@ -72,11 +72,12 @@ class ChatTab:
             api_visibility="private",
         )  # fmt: skip
         self.stop.click(self._stop, queue=False, show_progress="hidden", api_visibility="private")
-        self.show.click(
-            self._show, self.given, [self.bot, *self._panel.components],
-            js="(...given) => window.penstockChat.current(...given)",
-            show_progress="hidden", queue=False, cancels=[answering], api_visibility="private",
-        )  # fmt: skip
+        for event, cancels in ((self.show.click, [answering]), (blocks.load, None)):
+            event(
+                self._show, self.given, [self.bot, *self._panel.components],
+                js="() => window.penstockChat.shown()",
+                show_progress="hidden", queue=False, cancels=cancels, api_visibility="private",
+            )  # fmt: skip
         self.bot.example_select(_example, None, self.message, queue=False, api_visibility="private")
 
     async def _obey(
@@ -87,15 +88,13 @@ class ChatTab:
         if has_text and not (text.strip() or order.images):
             yield gradio.skip(), gradio.skip(), gradio.skip()
             return
-        try:
+        with _told():
             conversation = self._read(given)
             if order.act not in ("choose", "delete"):
                 settings = self._panel.settings(conversation.settings, [*values])
                 conversation = replace(conversation, settings=settings)
             question = Turn(new_id(), None, "user", text.strip(), order.images)
             conversation, turn = obey(conversation, order, question, time.time())
-        except UserError as exc:
-            raise gradio.Error(" ".join(filter(None, (exc.message, exc.hint))), print_exception=False) from exc
         message = "" if has_text else gradio.skip()
         if turn is None:
             yield _boxes(conversation_boxes(conversation)), _json(conversation), message
@@ -113,14 +112,25 @@ class ChatTab:
         if stop is not None:
             stop.set()
 
-    def _show(self, given: str) -> list[Any]:
-        conversation = self._read(given)
-        return [_boxes(conversation_boxes(conversation)), *self._panel.values(conversation.settings)]
+    async def _show(self, request: gradio.Request, given: str) -> list[Any]:
+        with _told():
+            conversation = self._read(given)
+        values = await self._panel.values(request, conversation.settings)
+        return [_boxes(conversation_boxes(conversation)), *values]
 
     def _read(self, given: str) -> Conversation:
         (conversation,) = files.from_json(given)
         is_new = not conversation.turns and not conversation.settings.model
         return replace(conversation, settings=self._panel.first()) if is_new else conversation
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """What the visitor can correct is told in a corner of the page; nothing else happens."""
+    try:
+        yield
+    except UserError as exc:
+        raise gradio.Error(" ".join(filter(None, (exc.message, exc.hint))), print_exception=False) from exc
 
 
 def _key(request: gradio.Request) -> str | None:

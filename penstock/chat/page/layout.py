@@ -32,5 +32,6 @@ def build(config: PageConfig) -> Any:
         completion_tab.build(config, upstream)
         compare_tab.build(config, upstream, tab.bot.latex_delimiters)
         elsewhere_tab.build(config, upstream)
-        panel.listen(blocks)
+        panel.listen()
+        tab.listen(blocks)
     return blocks
