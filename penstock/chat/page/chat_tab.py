@@ -109,7 +109,7 @@ class ChatTab:
         finally:
             self._chat.stops.pop(request.session_hash, None)
 
-    def _stop(self, request: gradio.Request) -> None:
+    async def _stop(self, request: gradio.Request) -> None:  # in the loop: an Event is not for other threads
         stop = self._chat.stops.get(request.session_hash)
         if stop is not None:
             stop.set()
