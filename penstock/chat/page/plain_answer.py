@@ -33,8 +33,8 @@ class PlainAnswer(NamedTuple):
 async def grow(
     pieces: Answer, price: Price | None, request: Any, stop: asyncio.Event | None = None
 ) -> AsyncGenerator[PlainAnswer, None]:
-    """The answer as it grows, some times a second, until its end or `stop`. Failures are its last line. Closing this, and
-    `stop`, closes `pieces`.
+    """The answer as it grows, some times a second, until its end or `stop`. Failures are its last line.
+    Closing this, and `stop`, closes `pieces`.
 
     `request`: whose it is; a key that the gateway refuses ends the session.
     """
@@ -54,7 +54,7 @@ async def grow(
                 text = "".join(texts)
                 texts = [text]
                 yield PlainAnswer(text, below or _line(f"{words} · {time.monotonic() - began_at:.0f} s"))
-        if not below:
+        if stop is not None and stop.is_set() and not below:
             yield PlainAnswer("".join(texts), _line("stopped"))
     except PenstockError as error:
         failure = failures.failure_of(error, has_text=any(texts))
