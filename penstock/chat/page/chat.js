@@ -146,6 +146,24 @@ whenThere("#penstock-ask", (row) => {
   setInterval(() => (attach.hidden = !takesImages()), 1000);
 });
 
+// The end of the conversation stays in view until somebody scrolls up. Gradio's own way loses it at a fast answer.
+const view = { isPinned: true, top: 0 };
+
+function pin() {
+  view.isPinned = true;
+}
+
+whenThere("#penstock-chat [role=log]", (log) => {
+  log.addEventListener("scroll", () => {
+    if (log.scrollTop < view.top - 2) view.isPinned = false;
+    else if (log.scrollHeight - log.scrollTop - log.clientHeight < 60) view.isPinned = true;
+    view.top = log.scrollTop;
+  });
+  const follow = () => view.isPinned && (log.scrollTop = log.scrollHeight);
+  new MutationObserver(follow).observe(log, { childList: true, subtree: true, characterData: true });
+  new ResizeObserver(follow).observe(log);
+});
+
 window.penstockChat = {
   // The conversation and the order, before the values of the other inputs.
   orders(_conversation, _order, text, ...rest) {
@@ -158,6 +176,7 @@ window.penstockChat = {
       drawAbove();
     }
     document.body.classList.add("penstock-busy");
+    pin();
     return [window.penstock.current(), JSON.stringify(given), text, ...rest];
   },
   // An event is over, whatever became of it.
@@ -170,6 +189,7 @@ window.penstockChat = {
   async shown() {
     await window.penstock.ready;
     document.body.classList.remove("penstock-busy");
+    pin();
     return [window.penstock.current()];
   },
 };

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import time
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from msgspec.structs import replace
 
 from penstock.chat import files
 from penstock.chat.conversation import Conversation, Turn
+from penstock.chat.failures import failure_of
 from penstock.chat.page.answering import Order, Shown, conversation_boxes, obey
 from penstock.chat.page.config import PageConfig
 from penstock.chat.page.markup import DISPLAY, INLINE
@@ -40,7 +40,7 @@ class ChatTab:
         self._chat, self._panel = chat, panel
         self.bot = gradio.Chatbot(
             label="Conversation", show_label=False, elem_id="penstock-chat", buttons=[], allow_tags=False,
-            sanitize_html=True, latex_delimiters=_LATEX, layout="panel", group_consecutive_messages=False,
+            sanitize_html=True, latex_delimiters=_LATEX, layout="panel", group_consecutive_messages=False, autoscroll=False,
             examples=[{"text": text} for text in config.examples] or None, placeholder="Ask something.", height="70vh",
         )  # fmt: skip
         gradio.HTML('<div id="penstock-above"></div>')
@@ -100,14 +100,15 @@ class ChatTab:
             yield _boxes(conversation_boxes(conversation)), _json(conversation), message
             return
         stop = self._chat.stops[request.session_hash] = asyncio.Event()
+        drawn: dict[Shown, Any] = {}
         try:
-            async for boxes, news in self._chat.answer(conversation, turn, _key(request), stop):
-                yield _boxes(boxes), gradio.skip() if news is None else _news(conversation, news), message
+            async for boxes, news in self._chat.answer(conversation, turn, visitor(request), stop):
+                yield _boxes(boxes, drawn), gradio.skip() if news is None else _news(conversation, news), message
                 message = gradio.skip()
         finally:
             self._chat.stops.pop(request.session_hash, None)
 
-    def _stop(self, request: gradio.Request) -> None:
+    async def _stop(self, request: gradio.Request) -> None:  # in the loop: an Event is not for other threads
         stop = self._chat.stops.get(request.session_hash)
         if stop is not None:
             stop.set()
@@ -130,11 +131,7 @@ def _told() -> Iterator[None]:
     try:
         yield
     except UserError as exc:
-        raise gradio.Error(" ".join(filter(None, (exc.message, exc.hint))), print_exception=False) from exc
-
-
-def _key(request: gradio.Request) -> str | None:
-    return visitor(request).key
+        raise gradio.Error(failure_of(exc).text, print_exception=False) from exc
 
 
 def _json(value: object) -> str:
@@ -152,11 +149,14 @@ def _example(example: gradio.SelectData) -> str:
     return str(example.value["text"])
 
 
-def _boxes(boxes: list[Shown]) -> list[Any]:
-    return [_message(box) for box in boxes]
+def _boxes(boxes: list[Shown], drawn: dict[Shown, Any] | None = None) -> list[Any]:
+    """As Gradio wants them. `drawn`: what does not grow, from one update to the next."""
+    drawn = {} if drawn is None else drawn
+    return [
+        _message(box) if box.is_growing else drawn.get(box) or drawn.setdefault(box, _message(box)) for box in boxes
+    ]
 
 
-@functools.lru_cache(1024)
 def _message(box: Shown) -> Any:
     """A box as Gradio's own type, since it passes what it is given through `inspect.cleandoc`, which changes code."""
     from gradio.components import chatbot
