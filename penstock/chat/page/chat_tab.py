@@ -103,13 +103,13 @@ class ChatTab:
             return
         stop = self._chat.stops[request.session_hash] = asyncio.Event()
         try:
-            async for boxes, news in self._chat.answer(conversation, turn, _key(request), stop):
+            async for boxes, news in self._chat.answer(conversation, turn, visitor(request), stop):
                 yield _boxes(boxes), gradio.skip() if news is None else _news(conversation, news), message
                 message = gradio.skip()
         finally:
             self._chat.stops.pop(request.session_hash, None)
 
-    def _stop(self, request: gradio.Request) -> None:
+    async def _stop(self, request: gradio.Request) -> None:  # in the loop: an Event is not for other threads
         stop = self._chat.stops.get(request.session_hash)
         if stop is not None:
             stop.set()
@@ -122,10 +122,6 @@ class ChatTab:
         (conversation,) = files.from_json(given)
         is_new = not conversation.turns and not conversation.settings.model
         return replace(conversation, settings=self._panel.first()) if is_new else conversation
-
-
-def _key(request: gradio.Request) -> str | None:
-    return visitor(request).key
 
 
 def _json(value: object) -> str:

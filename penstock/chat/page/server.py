@@ -30,6 +30,7 @@ from penstock.wire.answers import HttpError
 _FRESH_S = 1.0
 _END_S = 3
 _STREAMS_AT_ONCE = 1000  # gradio's own is 40
+_QUEUE_LOOK_S = 0.05  # gradio looks for new events each millisecond: 4 % of a core for a page that nobody uses
 _UPLOAD = "10mb"
 Say = Callable[[str], None]
 
@@ -80,6 +81,7 @@ def make_app(config: PageConfig, say: Say) -> Any:
     blocks = layout.build(config)
     blocks.queue(default_concurrency_limit=None, api_open=False)
     blocks.max_threads = blocks._queue.max_thread_count = _STREAMS_AT_ONCE
+    blocks._queue.sleep_when_free = blocks._queue.progress_update_sleep_when_free = _QUEUE_LOOK_S
     app = gradio.mount_gradio_app(
         app, blocks, path="/", auth_dependency=_session_of, footer_links=[], run_history=False, show_error=False,
         max_file_size=_UPLOAD, ssr_mode=False, enable_monitoring=False, pwa=False, mcp_server=False,
