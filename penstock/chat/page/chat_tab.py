@@ -40,8 +40,9 @@ class ChatTab:
         self._chat, self._panel = chat, panel
         self.bot = gradio.Chatbot(
             label="Conversation", show_label=False, elem_id="penstock-chat", buttons=[], allow_tags=False,
-            sanitize_html=True, latex_delimiters=_LATEX, layout="panel", group_consecutive_messages=False, autoscroll=False,
+            sanitize_html=True, latex_delimiters=_LATEX, layout="panel", group_consecutive_messages=False,
             examples=[{"text": text} for text in config.examples] or None, placeholder="Ask something.", height="70vh",
+            autoscroll=False,
         )  # fmt: skip
         gradio.HTML('<div id="penstock-above"></div>')
         with gradio.Row(elem_id="penstock-ask"):
