@@ -189,7 +189,16 @@ def test_behind_a_proxy_the_page_is_where_the_browser_sees_it(tmp_path: Path, ga
 
 @pytest.mark.parametrize(
     ("prefix", "clean"),
-    [("", ""), ("/", ""), ("x/y/", "/x/y"), ("https://h/a", "/a"), ("//evil.example", "/evil.example"), ("/a//b", "")],
+    [
+        ("", ""),
+        ("/", ""),
+        ("x/y/", "/x/y"),
+        ("https://h/a", "/a"),
+        ("//evil.example", "/evil.example"),
+        ("/a//b", ""),
+        ("/\\evil.example", ""),
+        ("/a;b", ""),
+    ],
 )
 def test_a_prefix_is_a_path(prefix: str, clean: str) -> None:
     assert clean_prefix(prefix) == clean
