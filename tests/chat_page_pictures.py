@@ -12,7 +12,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, ViewportSize, expect
 
 FOLDER = Path(__file__).parent.parent / "docs" / "img"
-WIDE = ViewportSize(width=1280, height=900)
+WIDE = ViewportSize(width=1280, height=720)
 EARLIER = (
     "A haiku about pipes",
     "Which GPU for a 70B model?",
@@ -50,7 +50,7 @@ def script(rig: ChatPage) -> None:
 def draw(page: Page, name: str) -> None:
     page.wait_for_timeout(500)
     picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    few = picture.quantize(220, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few = picture.quantize(250, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     few.save(FOLDER / f"chat-{name}.png", optimize=True)
 
 
