@@ -65,6 +65,7 @@ def test_a_question_edited_and_an_answer_asked_again_are_branches() -> None:
 
 def test_a_question_without_an_answer_is_not_sent_again() -> None:
     failed = chats.answer(talk("one"), Turn("a1", "q0", "assistant", error="the server is away"))
+    assert sent(failed) == ["u:one"]
     assert sent(chats.ask(failed, "q2", "two", (), 3.0)) == ["u:two"]
     other = chats.ask(talk("one"), "q2", "two", (), 3.0)  # nobody answered: it takes the place of the first
     assert (shown(other), chats.siblings(other, "q2"), sent(other)) == ("q2", ("q0", "q2"), ["u:two"])

@@ -19,6 +19,7 @@ from penstock.chat.page.server import Status
 from penstock.chat.page.sessions import Attempts, Sessions, name_of, visitor
 from penstock.errors import PenstockError, UserError
 from penstock.wire.answers import HttpError
+from penstock.wire.model_list import ModelCard
 
 GOOD = {"sk-alice", "sk-bob"}
 
@@ -29,12 +30,12 @@ class Gateway:
     def __init__(self) -> None:
         self.keys, self.is_away = set(GOOD), False
 
-    def models(self, key: str | None) -> Any:
+    async def models(self, key: str | None) -> tuple[ModelCard, ...]:
         if self.is_away:
             raise PenstockError("could not connect to http://g: connection refused")
         if key not in self.keys:
             raise HttpError("http://g/v1/models answered 401: invalid API key", 401)
-        return {"data": [{"id": "m"}]}
+        return (ModelCard("m"),)
 
 
 def page(folder: Path, gateway: Gateway, lines: list[str] | None = None, **fields: Any) -> TestClient:
@@ -90,6 +91,11 @@ def test_a_wrong_key_is_refused_in_words_and_only_so_often(chat: TestClient) -> 
     answer = chat.post("/login", data={"key": "sk-alice"})
     assert answer.status_code == 429 and "Too many wrong keys" in answer.text
     assert 0 < int(answer.headers["retry-after"]) <= 61
+
+
+@pytest.mark.parametrize("key", ["sk-\u00e9", "a\nb", "", "k" * 5000])
+def test_what_can_be_no_key_is_refused_before_it_is_sent(chat: TestClient, key: str) -> None:
+    assert chat.post("/login", data={"key": key}).status_code == 401
 
 
 def test_a_gateway_that_is_away_is_no_wrong_key(chat: TestClient, gateway: Gateway) -> None:

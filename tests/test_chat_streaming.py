@@ -11,6 +11,7 @@ import pytest
 from penstock.chat import conversation as tree
 from penstock.chat.conversation import Conversation, Turn
 from penstock.chat.page import streaming
+from penstock.chat.page.sessions import Visitor
 from penstock.chat.page.streaming import Chat
 from penstock.chat.settings import Settings
 from penstock.errors import PenstockError
@@ -19,6 +20,8 @@ from penstock.wire.answers import BrokenAnswer, Chunk, HttpError, Reply, ServerW
 from penstock.wire.waiting import Waiting
 
 Piece = Chunk | Waiting | Reply
+REFUSED: list[str] = []
+VISITOR = Visitor("s", "sk", REFUSED.append)
 REPLY = Reply("Good", "stop", 18, 2, 0.21, 1.5, 46.0, "a-0", "r", cached_tokens=12, reasoning="hm", reasoning_s=0.5)
 
 
@@ -55,7 +58,7 @@ def answer(upstream: FakeUpstream, turn_id: str = "q", stops: bool = False) -> T
         chat, stop = Chat(upstream, {"m": Price(1.0, 1.0)}), asyncio.Event()  # type: ignore[arg-type]
         conversation = half if turn_id == "half" else asked
         kept: list[Conversation | Turn | None] = []
-        async for boxes, news in chat.answer(conversation, conversation.turns[turn_id], "sk", stop):
+        async for boxes, news in chat.answer(conversation, conversation.turns[turn_id], VISITOR, stop):
             assert boxes
             kept.append(news)
             if stops and chat.n_streams:
@@ -102,3 +105,9 @@ def test_a_question_that_is_too_long_says_how_much() -> None:
     assert turn.error is not None and turn.error.startswith("This is 1,488 tokens too long for the model")
     turn = answer(FakeUpstream(refusal))
     assert turn.error is not None and turn.error.startswith("This is too long for the model, which takes 1,024 tokens")
+
+
+def test_a_key_that_is_refused_ends_the_session() -> None:
+    turn = answer(FakeUpstream(HttpError("refused", 401)))
+    assert turn.error is not None and [turn.error] == REFUSED
+    REFUSED.clear()

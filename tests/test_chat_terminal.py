@@ -350,6 +350,21 @@ def test_an_answer_that_breaks_off_ends_its_line_before_the_error() -> None:
     assert "half\nerror: the answer broke off: gone\nhint: Look at the log.\n" in out.getvalue()
 
 
+def test_a_server_that_goes_away_is_a_sentence() -> None:
+    def lose() -> None:
+        raise PenstockError("lost the connection to X: reset", is_retryable=True)
+
+    for items, expected in (
+        ((Chunk("half", 0.1), lose), "half\nerror: The answer broke off."),
+        ((lose,), "error: Lost the"),
+    ):
+        client = Scripted(*items)
+        client.models = lambda: ()  # type: ignore[method-assign]
+        out = io.StringIO()
+        chat(client, stdout=out, read_line=typing("x"))
+        assert expected in out.getvalue()
+
+
 def test_history_is_kept_in_the_file_it_is_given(
     tmp_path: Path, engine: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,7 @@ def test_a_full_disk_is_no_end(watched: Watched, run: Run, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr("penstock.deployment.controller.prometheus.write_settings", full)
         assert not watched.try_turn(0.0) and not watched.started
+        assert "No space left" in str(watched.part.note)
     assert watched.try_turn(1.0) and len(watched.started) == 1
 
 

@@ -84,7 +84,7 @@ class Cluster(Target):
 
     @contextlib.contextmanager
     def tunnel(self, run: Run, port: int, kind: Kind = "gateway") -> Iterator[Tunnel]:
-        self.asked.append(f"tunnel {run.name}")
+        self.asked.append(f"tunnel {run.name}" + (" to its page" if kind == "ui" else ""))
         yield Tunnel(port)
 
     def inside(self, run: Run, words: Sequence[str], is_terminal: bool) -> list[str]:
@@ -99,8 +99,8 @@ class Cluster(Target):
         self.asked.append("end weights")
 
 
-def started(name: str) -> Run:
-    wanted = deployment(name=name, target="kubernetes", gateway={"auth": "keys"})
+def started(name: str, **fields: Any) -> Run:
+    wanted = deployment(name=name, target="kubernetes", gateway={"auth": "keys"}, **fields)
     run = run_folder.create(msgspec.structs.replace(draft(wanted), placed=KINDS), NOW)
     run.write_handle(Handle("kubernetes", {"replica/0": {}, "gateway/0": {}, "controller/0": {}, "ui/0": {}}))
     return run
@@ -129,6 +129,16 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setattr(subprocess, "run", call)
     monkeypatch.setattr(subprocess, "call", lambda words: call(words).returncode)
     return noted
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A held tunnel ends soon; what it does to signals is taken back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(remote, "_LOOK_S", 0.01)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -164,6 +174,36 @@ def test_a_chat_goes_through_a_tunnel_with_a_key_made_next_to_the_gateway(
     assert chats[2][0] == "https://llm.example.org" and len(cluster.asked) == 2, "an exposed one needs no tunnel"
 
 
+def test_a_chat_page_is_opened_through_a_tunnel_at_the_same_port_each_time(
+    shell: Shell, cluster: Cluster, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, ends: None
+) -> None:
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
+        monkeypatch.delenv(name, raising=False)
+    run = started("one", ui=True)
+    cluster.placements = {Unit("ui", "0"): Placement("placed")}
+    links = [shell("ui", *name, "--no-open") for name in (["one"], [])]
+    assert [(code, "lost the tunnel" in err) for code, _, err in links] == [(1, True)] * 2
+    assert re.fullmatch(r"http://127.0.0.1:2\d{4}/login#key=sk-1\n", links[0][1]) and links[0][1] == links[1][1]
+    assert cluster.asked == ["tunnel one to its page"] * 2
+    address = GatewayAddress("0", "one-gateway:8000", (), "https://llm.example", "https://llm.example/ui/")
+    write_atomically(run.gateway_address_file, msgspec.json.encode(address))
+    assert shell("ui", "one", "--no-open")[:2] == (0, "https://llm.example/ui/login#key=sk-1\n")
+    cluster.placements = {Unit("ui", "0"): Placement("gone", "its Deployment is not in the cluster")}
+    assert 'could not open the chat page of "one": its Deployment is not in the cluster' in shell("ui", "one")[2]
+
+
+def test_a_deployment_without_a_chat_page_gets_one_here(
+    shell: Shell, cluster: Cluster, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = list[Any]()
+    monkeypatch.setattr("penstock.chat.page.__main__.serve", pages.append)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    started("one")
+    assert shell("ui", "one", "--port", "0", "--no-open")[0] == 0
+    assert cluster.asked == ["tunnel one"]
+    assert (pages[0].title, pages[0].gateway.startswith("http://127.0.0.1:")) == ("one", True)
+
+
 def test_keys_and_usage_run_next_to_the_gateway(shell: Shell, cluster: Cluster, commands: list[list[str]]) -> None:
     started("one")
     assert shell("keys", "create", "alice", "--rpm", "60", "--deployment", "one")[0] == 0
@@ -176,13 +216,9 @@ def test_keys_and_usage_run_next_to_the_gateway(shell: Shell, cluster: Cluster, 
     assert len(commands) == 2
 
 
-def test_a_tunnel_that_breaks_is_an_error(shell: Shell, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    monkeypatch.setattr(remote, "_LOOK_S", 0.01)
+def test_a_tunnel_that_breaks_is_an_error(shell: Shell, cluster: Cluster, ends: None) -> None:
     started("one")
     code, out, err = shell("tunnel", "one", "--port", "0")
-    for number, handler in before.items():
-        signal.signal(number, handler)
     assert (code, out.split(":")[0]) == (1, "one is at http")
     assert 'lost the tunnel to the gateway of "one"' in err and "lost connection to pod" in err
 

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def other(tmp_path: Path, kubernetes: Namespace) -> Machine:
 
 
 def test_every_verb_works_from_another_machine(place: Place, kubernetes: Namespace, other: Machine) -> None:
-    file = file_for(place, kubernetes={"expose": "none"})
+    file = file_for(place, kubernetes={"expose": "none"}, ui=True)
     done = call("up", file, "--json")
     assert done.code == 0, done
     done_there = other.call("status", "one")
@@ -71,6 +72,7 @@ def test_every_verb_works_from_another_machine(place: Place, kubernetes: Namespa
     assert "replica 1 placed" in call("logs", "one", "--part", "events").out
     _check_tunnel(other)
     _check_watching(other)
+    _check_chat_page(other)
     done_there = other.call("up", file)
     assert "runs already" in done_there.stdout, done_there
     follower = subprocess.Popen(other.argv("logs", "one", "-f"), env=other.env, stdout=subprocess.PIPE, text=True)
@@ -124,6 +126,24 @@ def _check_watching(other: Machine) -> None:
     finally:
         child.send_signal(signal.SIGINT)
         assert child.wait(10) == 0
+
+
+def _check_chat_page(other: Machine) -> None:
+    """From a pod's packages to a person who logged in, who sees the models of the gateway."""
+    child = subprocess.Popen(other.argv("ui", "one", "--no-open"), env=other.env, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        page, _, key = child.stdout.readline().strip().partition("#key=")
+        visitor = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        with visitor.open(page, f"key={key}".encode(), timeout=30) as answer:
+            assert (answer.status, answer.url) == (200, page.removesuffix("login"))
+        with visitor.open(page.removesuffix("login") + "status", timeout=30) as answer:
+            assert json.load(answer)["models"][0]["id"] == "one"
+    finally:
+        child.send_signal(signal.SIGINT)
+        assert child.wait(10) == 0
+    assert "in its cluster; here: " in other.call("status", "one").stdout
+    assert "chat page: serves http://one-gateway:8000" in other.call("logs", "one", "--part", "ui").stdout
 
 
 def test_an_exposed_one_is_asked_directly_and_belongs_to_all(

@@ -26,7 +26,8 @@ folder, words = pathlib.Path("{folder}"), " ".join(sys.argv[1:])
 with (folder / "calls").open("a") as calls:
     calls.write(words + "\\n")
 if " -N " not in words:
-    print('{{"url": "http://[fd00::1]:8000"}}')
+    page = " ui one --json" in words
+    print('{{"url": "http://[fd00::1]:%s", "key": "sk-1", "ui": {{}}}}' % ("7860/login" if page else 8000))
     sys.exit()
 sys.stderr.write("x" * 200_000)
 port = words.partition("-L 127.0.0.1:")[2].partition(":")[0]
@@ -63,6 +64,16 @@ def test_a_tunnel_leads_to_a_gateway_by_ipv6_and_notices_a_dead_link(calls: Path
     words = calls.read_text().splitlines()[1]
     assert f"-L 127.0.0.1:{port}:[fd00::1]:8000 -- login" in words
     assert "-o ServerAliveInterval=15 -o ServerAliveCountMax=3" in words
+
+
+def test_a_chat_page_of_a_login_node_has_its_key_from_there_and_a_tunnel(calls: Path, port: int) -> None:
+    page = cli_remote._on_login_node(Login("login"), "one").chat_page()
+    assert page is not None and (page.key, page.url) == ("sk-1", None)
+    with page.tunnel(port) as tunnel:
+        assert tunnel.url == f"http://127.0.0.1:{port}"
+    words = calls.read_text().splitlines()
+    assert "-m penstock ui one --json" in words[1]
+    assert f"-L 127.0.0.1:{port}:[fd00::1]:7860 -- login" in words[2]
 
 
 def test_a_port_that_another_program_has_is_not_told_to_be_the_deployment() -> None:

@@ -174,11 +174,10 @@ def messages(conversation: Conversation) -> list[Message]:
     if settings.has_system and settings.system:
         listed.append({"role": "system", "content": settings.system})
     for place, turn in enumerate(sent):
-        following = sent[place + 1] if place + 1 < len(sent) else None
         if turn.role == "assistant":
             if said := spoken(turn):
                 listed.append({"role": "assistant", "content": said})
-        elif following is None or spoken(following):
+        elif place + 2 >= len(sent) or spoken(sent[place + 1]):
             listed.append({"role": "user", "content": _content(turn)})
     return listed
 

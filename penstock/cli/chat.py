@@ -29,7 +29,7 @@ from penstock.cli.chat_screen import Screen
 from penstock.errors import PenstockError, UserError
 from penstock.spec.gateway import Price
 from penstock.text import flag
-from penstock.wire.answers import BrokenAnswer, HttpError, NoAnswer, Reply
+from penstock.wire.answers import HttpError, Reply
 from penstock.wire.client import Client, Stream
 from penstock.wire.model_list import ModelCard
 from penstock.wire.waiting import Waiting
@@ -278,7 +278,7 @@ class _Session:
                 raise
             if self._options.as_json:
                 self._out.write(json.dumps(exc.facts()) + "\n")
-            elif isinstance(exc, HttpError | BrokenAnswer | NoAnswer):
+            elif isinstance(exc, HttpError) or exc.is_retryable:
                 self._note(f"error: {self._failure(exc).text}")
             else:
                 self._note(f"error: {exc.message}" + (f"\nhint: {exc.hint}" if exc.hint else ""))

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,11 +21,11 @@ from penstock.errors import PenstockError, UserError
 
 if TYPE_CHECKING:
     from penstock.run_folder import Run
-    from penstock.targets import Login, Tunnel
+    from penstock.targets import Login, Target, Tunnel
 
 _WITH_FILE = ("up", "render", "doctor")
 _THROUGH_TUNNEL = ("chat", "bench serve")
-_HELD = ("tunnel", "dashboard")  # hold a tunnel open until Ctrl-C
+_HELD = ("tunnel", "dashboard", "ui")  # hold a tunnel open until Ctrl-C
 _IN_STORE = ("keys", "usage")
 _BY_FLAG = ("metrics", *_IN_STORE)  # name their deployment by --deployment
 _WATCHING = ("top", "events", "requests", "metrics")
@@ -34,11 +35,22 @@ _FLAGS = ("replace", "dry_run", "no_wait", "quick", "json")
 _ENDS = (signal.SIGINT, signal.SIGTERM)
 _LOOK_S = 1.0
 _ANSWER_S = 60.0
+_PAGE_S = 150.0  # until a chat page has started
+_PAGE_PORTS = range(20_000, 30_000)  # outside the range of outgoing connections
+
+
+class _ChatPage(NamedTuple):
+    """A chat page elsewhere. `key` logs in; `url`: where this machine reaches it without a tunnel."""
+
+    key: str | None
+    tunnel: Callable[[int], AbstractContextManager[Tunnel]]
+    url: str | None = None
 
 
 class _Gateway(NamedTuple):
     """A gateway elsewhere. `place`: what a tunnel leads to, for people. `inside`: the command that runs `keys` or
-    `usage` next to it. `page_key`: that of its live page. `url`: where this machine reaches it without a tunnel."""
+    `usage` next to it. `page_key`: that of its live page. `url`: where this machine reaches it without a tunnel.
+    `chat_page`: None where the deployment has none."""
 
     name: str
     place: str
@@ -47,6 +59,7 @@ class _Gateway(NamedTuple):
     inside: Callable[[Sequence[str], bool], list[str]]
     page_key: Callable[[], str | None]
     url: str | None = None
+    chat_page: Callable[[], _ChatPage | None] = lambda: None
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +126,7 @@ def _with_name(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
     login = remote.remembered(name)
     if login is not None and options.verb_name not in (*_HELD, *_THROUGH_TUNNEL):
         return remote.run(login, list(argv) if typed else _named(argv, options, name), _is_terminal())
-    port = _port(options)
+    port = _port(options, name)
     gateway = _in_target(_run_of(name), options.verb_name) if login is None else _on_login_node(login, name)
     if gateway is None:
         return None
@@ -126,6 +139,9 @@ def _with_name(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
         return _show_page(gateway, port, options)
     if options.verb_name == "tunnel":
         return _hold_open(gateway, port)
+    chat_page = gateway.chat_page() if options.verb_name == "ui" else None
+    if chat_page is not None:
+        return _show_chat_page(gateway, chat_page, port, options)
     return _ask(gateway, port, options)
 
 
@@ -139,10 +155,14 @@ def _note_keys(name: str, options: argparse.Namespace) -> None:
         run_folder.Run(paths.home() / "runs" / name).add_event(event, options.key or options.name, who=asked_by())
 
 
-def _port(options: argparse.Namespace) -> int:
+def _port(options: argparse.Namespace, name: str) -> int:
     from penstock.targets.tunnel import local_port
 
-    return local_port(options.port if options.verb_name == "tunnel" else None)
+    if options.verb_name == "ui" and options.port is None:
+        # A browser keeps conversations by address: the same port each time, and another for each deployment.
+        with contextlib.suppress(UserError):
+            return local_port(_PAGE_PORTS[zlib.crc32(name.encode()) % len(_PAGE_PORTS)])
+    return local_port(options.port if options.verb_name in ("tunnel", "ui") else None)
 
 
 def _typed_name(options: argparse.Namespace) -> str | None:
@@ -157,11 +177,17 @@ def _typed_name(options: argparse.Namespace) -> str | None:
         return (
             "" if options.store or (not options.deployment and "PENSTOCK_STORE" in os.environ) else options.deployment
         )
-    if options.verb_name in _THROUGH_TUNNEL and (
-        options.url or (options.name is None and os.environ.get("OPENAI_BASE_URL"))
-    ):
+    if options.verb_name in (*_THROUGH_TUNNEL, "ui") and (options.url or (options.name is None and _has_url(options))):
         return ""
     return "" if getattr(options, "all", False) is True else options.name
+
+
+def _has_url(options: argparse.Namespace) -> bool:
+    """Whether variables name a server."""
+    from penstock.chat.page import published
+
+    is_page = options.verb_name == "ui" and published.names_a_server(os.environ)
+    return is_page or bool(os.environ.get("OPENAI_BASE_URL"))
 
 
 def _named(argv: Sequence[str], options: argparse.Namespace, name: str) -> list[str]:
@@ -182,27 +208,37 @@ def _without_deployment(argv: Sequence[str]) -> list[str]:
 def _on_login_node(login: Login, name: str) -> _Gateway:
     from penstock.targets import login as remote
 
-    url, needs_key = remote.status(login, name)
+    url, needs_key, has_page = remote.status(login, name)
     return _Gateway(
         name,
         f'login node "{login.host}"',
         needs_key,
         lambda port: remote.tunnel(login, url, port),
         lambda words, is_terminal: remote.argv(login, [*words, "--deployment", name], is_terminal),
-        lambda: _page_key_on(login, name),
+        lambda: _page_on(login, "dashboard", name)["key"],
+        chat_page=lambda: _chat_page_on(login, name) if has_page else None,
     )
 
 
-def _page_key_on(login: Login, name: str) -> str | None:
+def _chat_page_on(login: Login, name: str) -> _ChatPage:
     from penstock.targets import login as remote
 
-    argv = remote.argv(login, ["dashboard", name, "--json"], False)
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S)
+    facts = _page_on(login, "ui", name)
+    url = facts["url"] or ""
+    return _ChatPage(facts["key"], lambda port: remote.tunnel(login, url, port))
+
+
+def _page_on(login: Login, verb: str, name: str) -> dict[str, str | None]:
+    """Address and key of a page, as the verb prints them on the login node."""
+    from penstock.targets import login as remote
+
+    argv = remote.argv(login, [verb, name, "--json"], False)
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PAGE_S)
     if done.returncode != 0:
         why = (done.stderr or done.stdout).strip()[-500:] or None
         raise PenstockError(f'could not read the key of the page of "{name}"', detail=why)
-    key: str | None = json.loads(done.stdout)["key"]
-    return key
+    facts: dict[str, str | None] = json.loads(done.stdout)
+    return facts
 
 
 def _in_target(run: Run | None, verb: str) -> _Gateway | None:
@@ -217,7 +253,7 @@ def _in_target(run: Run | None, verb: str) -> _Gateway | None:
         return None
     if run.is_ended():
         raise UserError(f'cannot reach the gateway of "{run.name}": it is down', hint=f"penstock up {run.name}")
-    return _Gateway(
+    gateway = _Gateway(
         run.name,
         f'the gateway of "{run.name}"',
         run.deployment().gateway.auth == "keys",
@@ -226,6 +262,17 @@ def _in_target(run: Run | None, verb: str) -> _Gateway | None:
         lambda: dashboard.key_of(run),
         run.public_url,
     )
+    return gateway._replace(chat_page=lambda: _chat_page_in(target, run, gateway))
+
+
+def _chat_page_in(target: Target, run: Run, gateway: _Gateway) -> _ChatPage | None:
+    from penstock.cli import ui
+
+    part = ui.page_of(run)
+    if part is None:
+        return None
+    key = os.environ.get("OPENAI_API_KEY") or _owner_key(gateway)
+    return _ChatPage(key, lambda port: target.tunnel(run, port, "ui"), part.url)
 
 
 def _run_of(name: str) -> Run | None:
@@ -247,8 +294,13 @@ def _run_of(name: str) -> Run | None:
 
 def _ask(gateway: _Gateway, port: int, options: argparse.Namespace) -> int:
     """Run a verb that talks to a gateway, through a tunnel where that is needed."""
+    from penstock.targets.tunnel import local_port
+
     with contextlib.ExitStack() as stack:
         options.name, options.reached = None, gateway.name
+        if options.verb_name == "ui":  # a page served here: --port is its own
+            port = local_port(None)
+            options.title = options.title or gateway.name
         options.url = gateway.url or stack.enter_context(gateway.tunnel(port)).url
         if gateway.needs_key and "OPENAI_API_KEY" not in os.environ:
             os.environ["OPENAI_API_KEY"] = _owner_key(gateway)
@@ -283,19 +335,42 @@ def _show_page(gateway: _Gateway, port: int, options: argparse.Namespace) -> int
 
     key = gateway.page_key()
     if gateway.url is None:
-        return _hold(gateway, port, f"dashboard {gateway.name}", show)
+        return _hold(gateway.tunnel, gateway.place, port, f"dashboard {gateway.name}", show)
     show(gateway.url)
+    return 0
+
+
+def _show_chat_page(gateway: _Gateway, page: _ChatPage, port: int, options: argparse.Namespace) -> int:
+    """Open the chat page, through a tunnel where that is needed."""
+    from penstock import paths, run_folder
+    from penstock.cli import dashboard, ui
+
+    run = run_folder.Run(paths.home() / "runs" / gateway.name)
+
+    def show(url: str) -> None:
+        dashboard.show(options, run, ui.page_address(url, page.key))
+
+    if page.url is None:
+        return _hold(page.tunnel, gateway.place, port, f"ui {gateway.name}", show)
+    show(page.url)
     return 0
 
 
 def _hold_open(gateway: _Gateway, port: int) -> int:
     again = f"tunnel {gateway.name} --port {port}"
-    return _hold(gateway, port, again, lambda url: print(f"{gateway.name} is at {url}/v1 until Ctrl-C", flush=True))
+    text = f"{gateway.name} is at {{url}}/v1 until Ctrl-C"
+    return _hold(gateway.tunnel, gateway.place, port, again, lambda url: print(text.format(url=url), flush=True))
 
 
-def _hold(gateway: _Gateway, port: int, again: str, begin: Callable[[str], None]) -> int:
-    """A tunnel until Ctrl-C; `begin` gets its URL. `again`: the verb that opens another one."""
-    with gateway.tunnel(port) as tunnel:
+def _hold(
+    opened: Callable[[int], AbstractContextManager[Tunnel]],
+    place: str,
+    port: int,
+    again: str,
+    begin: Callable[[str], None],
+) -> int:
+    """A tunnel to `place` until Ctrl-C; `begin` gets its URL. `again`: the verb that opens another one."""
+    with opened(port) as tunnel:
         begin(tunnel.url)
         is_over = threading.Event()
         for number in _ENDS:
@@ -304,7 +379,7 @@ def _hold(gateway: _Gateway, port: int, again: str, begin: Callable[[str], None]
             stderr = tunnel.last_words()
             if stderr is not None:
                 raise PenstockError(
-                    f"lost the tunnel to {gateway.place}",
+                    f"lost the tunnel to {place}",
                     detail=stderr or None,
                     hint=f"Run it again: penstock {again}",
                     is_retryable=True,

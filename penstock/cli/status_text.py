@@ -83,8 +83,8 @@ def ready_text(run: Run, state: State, started: Started) -> str:
         lines += _key_lines(started.key, run)
     lines += [f"  {name}   {text}" for name, text in _kv_cache_facts(plan, state)]
     only = f" {run.name}" if run.name != "penstock-demo" else ""
-    if state.ui is not None and state.ui.url is not None:
-        lines.append(f"  page     {state.ui.url}   logged in: {me} ui{only}")
+    if state.ui is not None:
+        lines.append(f"  page     {_page(run, state.ui)}   open it: {me} ui{only}")
     lines.append(f"  next     {me} chat{only}   {me} status{only}   {me} down{only}")
     return "\n".join(lines)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cli import arguments, dashboard, keys
 from penstock.cli.dashboard import PageAddress
+from penstock.cli.output import print_step
 from penstock.errors import PenstockError, UserError
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ def register(parser: argparse.ArgumentParser) -> None:
     arguments.add_name(parser)
     parser.add_argument("--url", help="any OpenAI-compatible address instead of a deployment (key: $OPENAI_API_KEY)")
     add_port = arguments.whole(0, 65535)
-    parser.add_argument("--port", type=add_port, metavar="PORT", help="of a page served here (default: 7860)")
+    parser.add_argument(
+        "--port", type=add_port, metavar="PORT", help="of a page served here (default: 7860), or of a tunnel's end"
+    )
     parser.add_argument("--host", help="of a page served here (default: 127.0.0.1); beyond loopback it needs a key")
     parser.add_argument("--title", help="of a page served here")
     parser.add_argument("--model", help="the model that a page served here asks first")
@@ -60,7 +63,7 @@ def _run(options: argparse.Namespace) -> int:
     run = run_folder.choose(options.name)
     if run.is_ended():
         raise UserError(f'cannot open the chat page of "{run.name}": it is down', hint="penstock ls")
-    part = _page_of(run)
+    part = page_of(run)
     if part is None:
         gateway, key = keys.address_and_key(run)
         config = _config(gateway, folder, run.name, run.plan().served_names[0])
@@ -75,18 +78,23 @@ def _has_login(run: Run) -> bool:
     return page is not None and page.login == "keys"
 
 
-def _page_of(run: Run) -> Part | None:
-    """The page that the deployment has, once it answers; None where its file has none.  Raises PenstockError."""
+def page_of(run: Run) -> Part | None:
+    """The page that the deployment has, once it answers; None where its file has none. One that its target placed has
+    a `url` for clients outside alone.  Raises PenstockError."""
     from penstock.deployment.observe import now_state
 
     if run.deployment().chat_page is None:
         return None
-    deadline = time.monotonic() + _START_S
+    deadline, shown = time.monotonic() + _START_S, None
     while True:
         part = now_state(run, time.time()).ui
-        if part is not None and part.state == "running" and part.url is not None:
+        if part is not None and part.state == "running" and (part.url or part.unit) is not None:
             return part
-        is_waiting = part is None or part.state == "starting"
+        is_waiting = part is None or part.state in ("starting", "queued")
+        note = part.note if part is not None and is_waiting else None
+        if note not in (None, shown):
+            print_step(f"the chat page is not there yet: {note}")
+            shown = note
         if not is_waiting or time.monotonic() > deadline:
             reason = part.note or (part.restarts[-1].reason if part.restarts else part.state) if part else "no state"
             message = f'could not open the chat page of "{run.name}": {reason}'

@@ -144,7 +144,8 @@ def _read_headers(facts: RequestFacts, headers: dict[bytes, bytes]) -> None:
         facts.replica = replica.decode("latin-1")
     if timeout is not None:
         facts.timeout_s = read_timeout_s(timeout)
-    facts.wants_progress = headers.get(b"x-penstock-progress") == b"1"
+    if headers.get(b"x-penstock-progress") == b"1":
+        facts.wants_progress = True
     priority = headers.get(b"x-penstock-priority")
     if priority is not None:
         if not _INTEGER.fullmatch(priority):

@@ -86,19 +86,20 @@ def run(login: Login, words: Sequence[str], is_terminal: bool) -> int:
     return code
 
 
-def status(login: Login, name: str) -> tuple[str, bool]:
-    """The URL of a deployment's gateway, as seen from the login node, and whether its clients need a key."""
+def status(login: Login, name: str) -> tuple[str, bool, bool]:
+    """The URL of a deployment's gateway, as seen from the login node, whether its clients need a key, and whether it
+    has a chat page."""
     done = _ssh(login).run(login.host, _verb(login, ["status", name, "--json"]), timeout_s=_ANSWER_S)
     try:
         facts = json.loads(done.out)
-        url, needs_key = facts["url"], facts.get("auth") == "keys"
+        url, needs_key, has_page = facts["url"], facts.get("auth") == "keys", facts.get("ui") is not None
     except (ValueError, KeyError, TypeError) as exc:
         raise PenstockError(
             f'could not reach login node "{login.host}" for "{name}"', detail=(done.err or done.text).strip()[-500:]
         ) from exc
     if url is None:
         raise run_folder.no_address(name)
-    return str(url), needs_key
+    return str(url), needs_key, has_page
 
 
 def tunnel(login: Login, url: str, port: int) -> contextlib.AbstractContextManager[Tunnel]:

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         serve(config)
     except PenstockError as error:
         facts = (error.message, (error.detail or "").replace("\n", "; "), error.hint)
-        say(" | ".join(fact for fact in facts if fact))
+        say("error: " + " | ".join(fact for fact in facts if fact))
         return error.exit_code
     return 0
 

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from penstock.chat import files
 from penstock.chat.conversation import Conversation, Turn
+from penstock.chat.failures import failure_of
 from penstock.chat.page.answering import Order, Shown, conversation_boxes, obey
 from penstock.chat.page.config import PageConfig
 from penstock.chat.page.markup import DISPLAY, INLINE
@@ -95,14 +96,14 @@ class ChatTab:
             question = Turn(new_id(), None, "user", text.strip(), order.images)
             conversation, turn = obey(conversation, order, question, time.time())
         except UserError as exc:
-            raise gradio.Error(" ".join(filter(None, (exc.message, exc.hint))), print_exception=False) from exc
+            raise gradio.Error(failure_of(exc).text, print_exception=False) from exc
         message = "" if has_text else gradio.skip()
         if turn is None:
             yield _boxes(conversation_boxes(conversation)), _json(conversation), message
             return
         stop = self._chat.stops[request.session_hash] = asyncio.Event()
         try:
-            async for boxes, news in self._chat.answer(conversation, turn, _key(request), stop):
+            async for boxes, news in self._chat.answer(conversation, turn, visitor(request), stop):
                 yield _boxes(boxes), gradio.skip() if news is None else _news(conversation, news), message
                 message = gradio.skip()
         finally:
@@ -121,10 +122,6 @@ class ChatTab:
         (conversation,) = files.from_json(given)
         is_new = not conversation.turns and not conversation.settings.model
         return replace(conversation, settings=self._panel.first()) if is_new else conversation
-
-
-def _key(request: gradio.Request) -> str | None:
-    return visitor(request).key
 
 
 def _json(value: object) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import html
 import time
@@ -22,6 +21,7 @@ from penstock.errors import PenstockError
 from penstock.paths import read_token
 from penstock.spec.gateway import is_loopback
 from penstock.wire.answers import HttpError
+from penstock.wire.model_list import ModelCard
 
 _MOST_BYTES = 4096
 _PUBLIC = ("/health", "/login")
@@ -42,7 +42,7 @@ _HEADERS = {
 _BEFORE = b"<script>window.gradio_api_info"
 _ROOT = b"<script>gradio_config.root = location.origin + location.pathname.replace(/\\/[^/]*$/, '')</script>"
 
-Ask = Callable[[str | None], Any]  # the models of the gateway with that key; blocks, raises PenstockError
+Ask = Callable[[str | None], Awaitable[tuple[ModelCard, ...]]]  # `Upstream.models`
 _Send = Callable[[Any], Awaitable[None]]
 
 
@@ -74,7 +74,7 @@ class Login:
             text = f"Too many wrong keys. Try again in {wait_s:.0f} s."
             return self._form(text, 429, {"retry-after": str(int(wait_s) + 1)})
         key = await _key_in(request)
-        reason, status = await asyncio.to_thread(self._refusal, key)
+        reason, status = await self._refusal(key)
         if reason:
             if status in _REFUSED:
                 self._attempts.failed(address, now)
@@ -93,13 +93,15 @@ class Login:
             self._sessions.close(session, "You logged out.")
         return RedirectResponse("login", status_code=303)
 
-    def _refusal(self, key: str) -> tuple[str, int]:
+    async def _refusal(self, key: str) -> tuple[str, int]:
         """Why that key opens nothing, with the status of that answer; "" when it opens the page."""
         if self._shared_key is not None:
             is_right = hmac.compare_digest(key.encode(), self._shared_key.encode())
             return ("", 200) if is_right else ("This is not the key of this page.", 401)
+        if not (key and key.isascii() and key.isprintable()):
+            return "A key has letters, digits and dashes only.", 401
         try:
-            self._ask(key)
+            await self._ask(key)
         except HttpError as error:
             if error.status in _REFUSED:
                 return f"The gateway refuses this key: {_words(error)}", error.status
@@ -118,8 +120,11 @@ class Login:
         """That ASGI application for those who may use it."""
 
         async def call(scope: Any, receive: Any, send: _Send) -> None:
-            if scope["type"] != "http":
+            if scope["type"] == "lifespan":
                 await app(scope, receive, send)
+                return
+            if scope["type"] != "http":  # a WebSocket: the page has none
+                await send({"type": "websocket.close"})
                 return
             scope = as_sent(scope, self._config.root_path)
             send = _with_headers(send)
@@ -195,6 +200,8 @@ def _with_headers(send: _Send) -> _Send:
             headers = MutableHeaders(raw=message.setdefault("headers", []))
             for name, value in _HEADERS.items():
                 headers[name] = value
+            if headers.get("content-type", "").startswith("text/event-stream"):
+                headers["x-accel-buffering"] = "no"  # nginx would hold an answer back until it is whole
             if not headers.get("content-type", "").startswith(("text/css", "text/javascript", "font/", "image/")):
                 headers["cache-control"] = "no-store"
         await send(message)

@@ -11,9 +11,9 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
+import msgspec
 import uvicorn
 from fastapi import FastAPI
 from starlette.requests import Request
@@ -23,14 +23,14 @@ from penstock.chat.page import export, theme
 from penstock.chat.page.config import PageConfig
 from penstock.chat.page.login import Ask, Login
 from penstock.chat.page.sessions import visitor
+from penstock.chat.page.upstream import Upstream
 from penstock.errors import PenstockError, UserError
 from penstock.wire.answers import HttpError
-from penstock.wire.client import Client
 
-_ANSWER_S = 5.0
 _FRESH_S = 1.0
 _END_S = 3
 _STREAMS_AT_ONCE = 1000  # gradio's own is 40
+_QUEUE_LOOK_S = 0.05  # gradio looks for new events each millisecond: 4 % of a core for a page that nobody uses
 _UPLOAD = "10mb"
 Say = Callable[[str], None]
 
@@ -68,7 +68,7 @@ def make_app(config: PageConfig, say: Say) -> Any:
 
     from penstock.chat.page import layout
 
-    ask = partial(_models, config)
+    ask = Upstream(config.gateway, config.certificate).models
     login, status = Login(config, say, ask), Status(ask, config.has_login)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_api_route("/health", _health, include_in_schema=False)
@@ -81,6 +81,7 @@ def make_app(config: PageConfig, say: Say) -> Any:
     blocks = layout.build(config)
     blocks.queue(default_concurrency_limit=None, api_open=False)
     blocks.max_threads = blocks._queue.max_thread_count = _STREAMS_AT_ONCE
+    blocks._queue.sleep_when_free = blocks._queue.progress_update_sleep_when_free = _QUEUE_LOOK_S
     app = gradio.mount_gradio_app(
         app, blocks, path="/", auth_dependency=_session_of, footer_links=[], run_history=False, show_error=False,
         max_file_size=_UPLOAD, ssr_mode=False, enable_monitoring=False, pwa=False, mcp_server=False,
@@ -97,11 +98,6 @@ def _session_of(request: Request) -> str:
     return visitor(request).session or "everyone"
 
 
-def _models(config: PageConfig, key: str | None) -> Any:
-    """Blocks.  Raises HttpError, or another PenstockError."""
-    return Client(config.gateway, key, timeout_s=_ANSWER_S, pinned=config.certificate).get_json("/v1/models")
-
-
 class Status:
     """`GET status`: {"state": "ok" | "offline", "models": rows of /v1/models, "reason"?: why it is offline}.
 
@@ -116,7 +112,7 @@ class Status:
         who, now = visitor(request), time.monotonic()
         self._answers = {key: each for key, each in self._answers.items() if now - each[0] < _FRESH_S}
         if who.key not in self._answers:
-            self._answers[who.key] = now, asyncio.create_task(asyncio.to_thread(self._facts, who.key))
+            self._answers[who.key] = now, asyncio.create_task(self._facts(who.key))
         try:
             facts = await asyncio.shield(self._answers[who.key][1])
         except HttpError:
@@ -125,12 +121,11 @@ class Status:
             return JSONResponse({"state": "logged out", "reason": reason}, status_code=401)
         return JSONResponse(facts)
 
-    def _facts(self, key: str | None) -> dict[str, Any]:
+    async def _facts(self, key: str | None) -> dict[str, Any]:
         try:
-            answer = self._ask(key)
+            rows = await self._ask(key)
         except PenstockError as error:
             if self._has_login and isinstance(error, HttpError) and error.status == 401:
                 raise
             return {"state": "offline", "models": [], "reason": error.message}
-        rows = answer.get("data") if isinstance(answer, dict) else None
-        return {"state": "ok", "models": rows if isinstance(rows, list) else []}
+        return {"state": "ok", "models": msgspec.to_builtins(rows)}

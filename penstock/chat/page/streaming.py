@@ -17,6 +17,7 @@ from penstock.chat.conversation import Conversation, Turn
 from penstock.chat.failures import Failure, counted, failure_of, needs_count
 from penstock.chat.page.answering import GrowingAnswer, Shown, conversation_boxes
 from penstock.chat.page.pacing import batches, pause_s
+from penstock.chat.page.sessions import Visitor
 from penstock.chat.page.upstream import Upstream
 from penstock.chat.settings import Settings
 from penstock.errors import PenstockError
@@ -36,7 +37,7 @@ class Chat:
         self.stops: dict[str, asyncio.Event] = {}
 
     async def answer(
-        self, conversation: Conversation, turn: Turn, key: str | None, stop: asyncio.Event
+        self, conversation: Conversation, turn: Turn, visitor: Visitor, stop: asyncio.Event
     ) -> AsyncGenerator[Update, None]:
         """What the page shows while the turn is answered, and from time to time what the browser keeps."""
         growing, began_at = self._begin(conversation, turn), time.monotonic()
@@ -44,7 +45,9 @@ class Chat:
         earlier = conversation_boxes(conversation, until=turn.id if is_more else None)
         last = growing.boxes(began_at)
         yield [*earlier, *last], conversation
-        pieces = self.upstream.stream_chat(key, tree.messages(conversation), _fields(conversation.settings, is_more))
+        pieces = self.upstream.stream_chat(
+            visitor.key, tree.messages(conversation), _fields(conversation.settings, is_more)
+        )
         kept_at, self.n_streams = began_at, self.n_streams + 1
         try:
             async with contextlib.aclosing(batches(pieces, self._pause_s(growing), stop)) as arriving:
@@ -61,7 +64,7 @@ class Chat:
             if stop.is_set():
                 growing.stop()
         except PenstockError as exc:
-            growing.fail(await self._failure(exc, growing, conversation, key))
+            growing.fail(await self._failure(exc, growing, conversation, visitor))
         finally:
             self.n_streams -= 1
         now = time.monotonic()
@@ -69,13 +72,15 @@ class Chat:
         yield [*earlier, *growing.last_boxes(done, now)], done
 
     async def _failure(
-        self, error: PenstockError, growing: GrowingAnswer, conversation: Conversation, key: str | None
+        self, error: PenstockError, growing: GrowingAnswer, conversation: Conversation, visitor: Visitor
     ) -> Failure:
         failure = failure_of(error, has_text=bool(growing.n_chars))
+        if failure.kind == "key":
+            visitor.refuse(failure.text)
         if not needs_count(failure):
             return failure
         settings = conversation.settings
-        tokenized = await self.upstream.count(key, tree.messages(conversation), settings.model)
+        tokenized = await self.upstream.count(visitor.key, tree.messages(conversation), settings.model)
         return counted(failure, tokenized, settings.max_tokens)
 
     def _begin(self, conversation: Conversation, turn: Turn) -> GrowingAnswer:

@@ -108,6 +108,8 @@ class Child:
             self.turn(now)
         except (OSError, PenstockError) as exc:
             print(f"penstock: {self.service.role}: {exc}", flush=True)
+            if self.part.process is None:
+                self.part = msgspec.structs.replace(self.part, note=str(exc))
             return False
         return True
 
