@@ -23,9 +23,10 @@ BODY = """
 <div id="penstock-history"></div></aside>
 <main><h1>demo</h1><div id="penstock-status"></div><p id="shown"></p>
 <button id="penstock-show" hidden onclick="shown.textContent = JSON.parse(penstock.current()).title || '-'"></button>
-<button id="penstock-stop" hidden onclick="this.hidden = true">Stop</button>
+<button id="penstock-stop" onclick="document.body.classList.remove('penstock-busy')">Stop</button>
 <label id="penstock-message">Message <textarea></textarea></label></main>
 """
+BUSY = "document.body.classList.add('penstock-busy')"
 STYLE = "<style>.sidebar:not(.open) div { display: none !important; }</style>"
 DOCUMENT = f'<!doctype html><html lang="en"><title>demo</title>{theme.head()}{STYLE}<body>{BODY}</html>'
 
@@ -86,7 +87,7 @@ def said(key: str, title: str, text: str, updated_at: float = 1_800_000_000.0) -
 
 
 def take(page: Page, conversation: dict[str, Any]) -> None:
-    page.evaluate("(one) => { penstock.fresh(); penstock.took(one); }", conversation)
+    page.evaluate("async (one) => { await penstock.fresh(); await penstock.took(one); }", conversation)
 
 
 def test_a_conversation_outlives_a_reload_and_its_draft_too(context: BrowserContext) -> None:
@@ -178,7 +179,8 @@ def test_two_tabs_share_the_list_and_lose_nothing(context: BrowserContext) -> No
     expect(right.get_by_role("button", name="Sky", exact=True)).to_be_visible()
     assert json.loads(right.evaluate("penstock.current()"))["turns"] == {}
     right.get_by_role("button", name="Sky", exact=True).click()
-    right.locator("#penstock-stop").evaluate("(stop) => { stop.hidden = false; }")  # busy: it takes nothing from others
+    right.wait_for_function("JSON.parse(penstock.current()).id == 'a1'")
+    right.evaluate(BUSY)  # it takes nothing from others
     for page, turn in ((left, "left"), (right, "right")):
         more = {"id": turn, "parent": "a1-q", "role": "assistant", "text": turn}
         page.evaluate("(news) => penstock.took(news)", {"id": "a1", "updated_at": 1.9e9, "leaf": turn, "turn": more})
@@ -190,10 +192,15 @@ def test_two_tabs_share_the_list_and_lose_nothing(context: BrowserContext) -> No
 def test_an_answer_that_arrives_late_is_kept_where_it_belongs(context: BrowserContext) -> None:
     page = start(context)
     take(page, said("a1", "Sky", "x"))
+    page.evaluate(BUSY)
     page.keyboard.press("Control+Shift+O")
-    page.evaluate("(one) => penstock.took(one)", said("a1", "Sky", "x, and more"))
+    expect(page.locator("#penstock-stop")).to_be_hidden()
     expect(page.locator("#shown")).to_have_text("-")
+    late = {"id": "late", "parent": "a1-q", "role": "assistant", "text": "late"}
+    page.evaluate("(news) => penstock.took(news)", {"id": "a1", "updated_at": 1.9e9, "leaf": "late", "turn": late})
     assert json.loads(page.evaluate("penstock.current()"))["id"] != "a1"
+    page.get_by_role("button", name="Sky", exact=True).click()
+    page.wait_for_function("JSON.parse(penstock.current()).turns.late?.text == 'late'")
 
 
 def test_a_full_browser_says_so_and_the_chat_goes_on(context: BrowserContext) -> None:
@@ -225,10 +232,10 @@ def test_shortcuts_and_the_chip(context: BrowserContext) -> None:
     page.keyboard.type("?")
     expect(page.get_by_role("dialog")).to_contain_text("Stop the answer")
     page.keyboard.press("Escape")
-    stop = page.locator("#penstock-stop")
-    stop.evaluate("(stop) => { stop.hidden = false; }")
+    page.evaluate(BUSY)
+    expect(page.locator("#penstock-stop")).to_be_visible()
     page.keyboard.press("Escape")
-    expect(stop).to_be_hidden()
+    expect(page.locator("#penstock-stop")).to_be_hidden()
     page.keyboard.press("Control+b")
     expect(page.locator("#penstock-history")).to_be_hidden()
     page.keyboard.press("Control+k")

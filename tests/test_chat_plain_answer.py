@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from penstock.chat.page.plain_answer import PlainAnswer, grow, stopped, together
+from penstock.chat.page.plain_answer import PlainAnswer, StopButton, grow, together
 from penstock.chat.page.sessions import Visitor
 from penstock.errors import PenstockError
 from penstock.spec.gateway import Price
@@ -95,11 +96,28 @@ def test_a_refused_key_ends_the_session() -> None:
     assert len(refused) == 1 and "key" in last.below
 
 
-def test_only_a_growing_answer_is_stopped() -> None:
-    growing, whole = grown(Chunk("so", 0.1))[-1].below, grown(Chunk("so", 0.1), REPLY)[-1].below
-    assert "stopped" in stopped(growing)
-    assert stopped(whole) == whole
-    assert stopped(None) == ""
+def test_a_press_stops_the_answer_of_its_own_tab() -> None:
+    mine, other = Source(Chunk("so", 0.1), None), Source(Chunk("so", 0.1), None)
+
+    def request(session: str) -> Any:
+        return SimpleNamespace(session_hash=session, state=SimpleNamespace(visitor=Visitor(None, None, print)))
+
+    async def read() -> PlainAnswer:
+        button = StopButton()
+        with button.armed(request("mine")) as stop, button.armed(request("other")) as other_stop:
+            going_on = grow(other.stream(), None, request("other"), other_stop)
+            await anext(going_on)
+            growing = grow(mine.stream(), None, request("mine"), stop)
+            await anext(growing)
+            button.press(request("mine"))
+            last = [answer async for answer in growing][-1]
+            assert not other.is_closed
+            await going_on.aclose()
+        button.press(request("mine"))
+        return last
+
+    assert asyncio.run(read()) == PlainAnswer("so", '<div class="penstock-foot">stopped</div>')
+    assert mine.is_closed
 
 
 async def one(*texts: str, wait_s: float = 0.0) -> AsyncGenerator[PlainAnswer, None]:

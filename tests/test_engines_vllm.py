@@ -70,6 +70,21 @@ def flag_value(plan: Plan, flag: str) -> str | None:
     return argv[argv.index(flag) + 1] if flag in argv else None
 
 
+def test_images_are_taken_where_the_architecture_has_an_encoder_and_nothing_turns_it_off() -> None:
+    def modalities(architecture: str, engine: str = "vllm", **args: Scalar | list[Scalar]) -> tuple[str, ...]:
+        plan = PLANS["cuda-tp4"]
+        model = msgspec.structs.replace(plan.model, architecture=architecture)
+        return engines.load(engine).input_modalities(msgspec.structs.replace(plan, model=model, args=args))
+
+    seeing = "Qwen3VLForConditionalGeneration"
+    assert modalities("LlamaForCausalLM") == modalities(seeing, "llamacpp") == ("text",)
+    assert modalities(seeing) == ("text", "image")
+    assert modalities(seeing, language_model_only=True) == ("text",)
+    assert modalities("SomethingNewForConditionalGeneration") == ()
+    assert modalities(seeing, "fake") == ("text",)
+    assert modalities("LlamaForCausalLM", "fake", accepts_images=True) == ("text", "image")
+
+
 def test_promised_latencies_are_bounds_of_its_histograms() -> None:
     flag = names.FLAGS["buckets"]
     plan = cpu_plan(workload={"ttft_ms": 700, "tpot_ms": 33.5})

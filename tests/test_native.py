@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REPLACING = (
     *("test_bug_in_a_handler_does_not_leave_the_client_waiting", "test_retries_end_with_their_budget"),
     *("test_stream_keeps_its_bytes_its_count_and_its_end", "test_a_full_table_of_files_is_not_the_replicas_failure"),
+    "test_stream_of_a_silent_machine_ends_with_its_name",
 )
 ON_COMPILED = """
 import sys

@@ -23,11 +23,15 @@ Act = Literal["ask", "edit", "retry", "continue", "shrink", "choose", "delete"]
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What a button or the message box asks for. `turn`: the one that it is about; `images`: data URLs."""
+    """What a button or the message box asks for. `turn`: the one that it is about; `images`: data URLs.
+
+    `over_tokens`: by how much the question was too long, for "shrink".
+    """
 
     act: Act = "ask"
     turn: str | None = None
     images: tuple[str, ...] = ()
+    over_tokens: int = 1
 
 
 class Shown(msgspec.Struct, frozen=True):
@@ -61,7 +65,7 @@ def obey(conversation: Conversation, order: Order, question: Turn, now: float) -
         case "retry" | "shrink":
             conversation = _without_failure(tree.retry_from(conversation, turn_id), turn_id)
             if order.act == "shrink":
-                conversation = tree.drop_oldest(conversation)
+                conversation = tree.drop_oldest(conversation, order.over_tokens)
     return replace(conversation, updated_at=now), conversation.turns[conversation.leaf or ""]
 
 

@@ -15,8 +15,8 @@ function fill(text) {
   box.dispatchEvent(new Event("input", { bubbles: true }));
 }
 
-function order(act, turn) {
-  chat.order = { act, turn };
+function order(act, turn, overTokens = 1) {
+  chat.order = { act, turn, over_tokens: overTokens };
   byId("penstock-act")?.click();
 }
 
@@ -70,7 +70,11 @@ document.addEventListener("click", (event) => {
   if (act === "copy") copyText(button, turnOf(turn)?.text ?? "");
   else if (isAnswering()) notify("An answer is arriving. Stop it first.");
   else if (act === "edit") beginEdit(turn);
-  else order(act, turn);
+  else if (act === "plain") {
+    const box = document.querySelector("#penstock-has-system input");
+    if (box?.checked) box.click();
+    order("retry", turn);
+  } else order(act, turn, Number(button.dataset.over ?? 1));
 });
 
 document.addEventListener("keydown", (event) => {
@@ -142,6 +146,24 @@ whenThere("#penstock-ask", (row) => {
   setInterval(() => (attach.hidden = !takesImages()), 1000);
 });
 
+// The end of the conversation stays in view until somebody scrolls up. Gradio's own way loses it at a fast answer.
+const view = { isPinned: true, top: 0 };
+
+function pin() {
+  view.isPinned = true;
+}
+
+whenThere("#penstock-chat [role=log]", (log) => {
+  log.addEventListener("scroll", () => {
+    if (log.scrollTop < view.top - 2) view.isPinned = false;
+    else if (log.scrollHeight - log.scrollTop - log.clientHeight < 60) view.isPinned = true;
+    view.top = log.scrollTop;
+  });
+  const follow = () => view.isPinned && (log.scrollTop = log.scrollHeight);
+  new MutationObserver(follow).observe(log, { childList: true, subtree: true, characterData: true });
+  new ResizeObserver(follow).observe(log);
+});
+
 window.penstockChat = {
   // The conversation and the order, before the values of the other inputs.
   orders(_conversation, _order, text, ...rest) {
@@ -154,6 +176,7 @@ window.penstockChat = {
       drawAbove();
     }
     document.body.classList.add("penstock-busy");
+    pin();
     return [window.penstock.current(), JSON.stringify(given), text, ...rest];
   },
   // An event is over, whatever became of it.
@@ -162,5 +185,11 @@ window.penstockChat = {
     if (chat.draft && !drafts.box().value) fill(chat.draft);
     chat.draft = "";
   },
-  current: (_conversation, ...rest) => [window.penstock.current(), ...rest],
+  // Another conversation is drawn; an answer that still arrives is left.
+  async shown() {
+    await window.penstock.ready;
+    document.body.classList.remove("penstock-busy");
+    pin();
+    return [window.penstock.current()];
+  },
 };

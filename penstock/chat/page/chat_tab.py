@@ -7,9 +7,9 @@ hidden box whose change `penstock.took` hears: with the question, then as it gro
 from __future__ import annotations
 
 import asyncio
-import functools
+import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import gradio
@@ -42,6 +42,7 @@ class ChatTab:
             label="Conversation", show_label=False, elem_id="penstock-chat", buttons=[], allow_tags=False,
             sanitize_html=True, latex_delimiters=_LATEX, layout="panel", group_consecutive_messages=False,
             examples=[{"text": text} for text in config.examples] or None, placeholder="Ask something.", height="70vh",
+            autoscroll=False,
         )  # fmt: skip
         gradio.HTML('<div id="penstock-above"></div>')
         with gradio.Row(elem_id="penstock-ask"):
@@ -56,9 +57,8 @@ class ChatTab:
         self.news = gradio.Textbox(visible="hidden", elem_id="penstock-news", label="news")
         self.act = gradio.Button("act", visible="hidden", elem_id="penstock-act")
         self.show = gradio.Button("show", visible="hidden", elem_id="penstock-show")
-        self._listen()
 
-    def _listen(self) -> None:
+    def listen(self, blocks: Any) -> None:
         answering = gradio.on(
             [self.message.submit, self.send.click, self.act.click],
             self._obey,
@@ -73,11 +73,12 @@ class ChatTab:
             api_visibility="private",
         )  # fmt: skip
         self.stop.click(self._stop, queue=False, show_progress="hidden", api_visibility="private")
-        self.show.click(
-            self._show, self.given, [self.bot, *self._panel.components],
-            js="(...given) => window.penstockChat.current(...given)",
-            show_progress="hidden", queue=False, cancels=[answering], api_visibility="private",
-        )  # fmt: skip
+        for event, cancels in ((self.show.click, [answering]), (blocks.load, None)):
+            event(
+                self._show, self.given, [self.bot, *self._panel.components],
+                js="() => window.penstockChat.shown()",
+                show_progress="hidden", queue=False, cancels=cancels, api_visibility="private",
+            )  # fmt: skip
         self.bot.example_select(_example, None, self.message, queue=False, api_visibility="private")
 
     async def _obey(
@@ -88,40 +89,50 @@ class ChatTab:
         if has_text and not (text.strip() or order.images):
             yield gradio.skip(), gradio.skip(), gradio.skip()
             return
-        try:
+        with _told():
             conversation = self._read(given)
             if order.act not in ("choose", "delete"):
                 settings = self._panel.settings(conversation.settings, [*values])
                 conversation = replace(conversation, settings=settings)
             question = Turn(new_id(), None, "user", text.strip(), order.images)
             conversation, turn = obey(conversation, order, question, time.time())
-        except UserError as exc:
-            raise gradio.Error(failure_of(exc).text, print_exception=False) from exc
         message = "" if has_text else gradio.skip()
         if turn is None:
             yield _boxes(conversation_boxes(conversation)), _json(conversation), message
             return
         stop = self._chat.stops[request.session_hash] = asyncio.Event()
+        drawn: dict[Shown, Any] = {}
         try:
             async for boxes, news in self._chat.answer(conversation, turn, visitor(request), stop):
-                yield _boxes(boxes), gradio.skip() if news is None else _news(conversation, news), message
+                yield _boxes(boxes, drawn), gradio.skip() if news is None else _news(conversation, news), message
                 message = gradio.skip()
         finally:
             self._chat.stops.pop(request.session_hash, None)
 
-    def _stop(self, request: gradio.Request) -> None:
+    async def _stop(self, request: gradio.Request) -> None:  # in the loop: an Event is not for other threads
         stop = self._chat.stops.get(request.session_hash)
         if stop is not None:
             stop.set()
 
-    def _show(self, given: str) -> list[Any]:
-        conversation = self._read(given)
-        return [_boxes(conversation_boxes(conversation)), *self._panel.values(conversation.settings)]
+    async def _show(self, request: gradio.Request, given: str) -> list[Any]:
+        with _told():
+            conversation = self._read(given)
+        values = await self._panel.values(request, conversation.settings)
+        return [_boxes(conversation_boxes(conversation)), *values]
 
     def _read(self, given: str) -> Conversation:
         (conversation,) = files.from_json(given)
         is_new = not conversation.turns and not conversation.settings.model
         return replace(conversation, settings=self._panel.first()) if is_new else conversation
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """What the visitor can correct is told in a corner of the page; nothing else happens."""
+    try:
+        yield
+    except UserError as exc:
+        raise gradio.Error(failure_of(exc).text, print_exception=False) from exc
 
 
 def _json(value: object) -> str:
@@ -139,11 +150,14 @@ def _example(example: gradio.SelectData) -> str:
     return str(example.value["text"])
 
 
-def _boxes(boxes: list[Shown]) -> list[Any]:
-    return [_message(box) for box in boxes]
+def _boxes(boxes: list[Shown], drawn: dict[Shown, Any] | None = None) -> list[Any]:
+    """As Gradio wants them. `drawn`: what does not grow, from one update to the next."""
+    drawn = {} if drawn is None else drawn
+    return [
+        _message(box) if box.is_growing else drawn.get(box) or drawn.setdefault(box, _message(box)) for box in boxes
+    ]
 
 
-@functools.lru_cache(1024)
 def _message(box: Shown) -> Any:
     """A box as Gradio's own type, since it passes what it is given through `inspect.cleandoc`, which changes code."""
     from gradio.components import chatbot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -11,7 +12,7 @@ import gradio
 from penstock.chat import settings as parameters
 from penstock.chat.page.config import PageConfig
 from penstock.chat.page.markup import shown
-from penstock.chat.page.plain_answer import PlainAnswer, grow, model_names, stopped, together
+from penstock.chat.page.plain_answer import PlainAnswer, StopButton, grow, model_names, together
 from penstock.chat.page.sessions import visitor
 from penstock.chat.page.upstream import Upstream
 from penstock.chat.settings import Settings
@@ -23,20 +24,26 @@ _Side = tuple[str | None, str, float, int]  # model, system message, temperature
 def build(config: PageConfig, upstream: Upstream, latex: list[dict[str, Any]]) -> None:
     """Adds the tab; called in `gradio.Blocks`. `latex`: the delimiters of formulas."""
 
-    def one(question: str, chosen: _Side, request: Any) -> AsyncGenerator[PlainAnswer, None]:
+    button = StopButton()
+
+    def one(question: str, chosen: _Side, request: Any, stopped: asyncio.Event) -> AsyncGenerator[PlainAnswer, None]:
         model, system, temperature, max_tokens = chosen
         settings = Settings(model, temperature=temperature, max_tokens=max_tokens)
         messages: list[Message] = [{"role": "system", "content": system}] if system.strip() else []
         messages.append({"role": "user", "content": question})
         pieces = upstream.stream_chat(visitor(request).key, messages, parameters.fields(settings))
-        return grow(pieces, config.prices.get(model or ""), request)
+        return grow(pieces, config.prices.get(model or ""), request, stopped)
 
     async def ask(question: str, request: gradio.Request, *chosen: Any) -> AsyncGenerator[list[str], None]:
-        n_fields = len(chosen) // 2
-        sides = [one(question, chosen[:n_fields], request), one(question, chosen[n_fields:], request)]
-        async with contextlib.aclosing(together(*sides)) as growing:
-            async for answers in growing:
-                yield [part for answer in answers for part in (shown(answer.text), answer.below)]
+        middle = len(chosen) // 2
+        with button.armed(request) as stopped:
+            sides = (one(question, side, request, stopped) for side in (chosen[:middle], chosen[middle:]))
+            async with contextlib.aclosing(together(*sides)) as growing:
+                async for answers in growing:
+                    yield [part for answer in answers for part in (shown(answer.text), answer.below)]
+
+    async def press(request: gradio.Request) -> None:
+        button.press(request)
 
     async def models(left: str | None, right: str | None, request: gradio.Request) -> list[object]:
         names = await model_names(upstream, request)
@@ -63,16 +70,9 @@ def build(config: PageConfig, upstream: Upstream, latex: list[dict[str, Any]]) -
                     text = gradio.Markdown(latex_delimiters=latex, line_breaks=True, container=True, min_height=120)
                     fields += [model, system, temperature, max_tokens]
                     outputs += [text, gradio.HTML()]
-        run = submit.click(
+        submit.click(
             ask, [question, *fields], outputs, show_progress="hidden", concurrency_limit=None, api_visibility="private"
         )
-        stop.click(
-            lambda *lines: [*map(stopped, lines)],
-            outputs[1::2],
-            outputs[1::2],
-            cancels=[run],
-            show_progress="hidden",
-            api_visibility="private",
-        )
+        stop.click(press, queue=False, show_progress="hidden", api_visibility="private")
     choices = fields[:: len(fields) // 2]
     tab.select(models, choices, choices, show_progress="hidden", api_visibility="private")

@@ -9,7 +9,7 @@ import gradio
 
 from penstock.chat import settings as parameters
 from penstock.chat.page.config import PageConfig
-from penstock.chat.page.plain_answer import PlainAnswer, grow, model_names, stopped
+from penstock.chat.page.plain_answer import PlainAnswer, StopButton, grow, model_names
 from penstock.chat.page.sessions import visitor
 from penstock.chat.page.upstream import Upstream
 from penstock.chat.settings import Settings
@@ -19,6 +19,7 @@ _MAX_TOKENS = (10, 512, 50)  # least, most, at first
 
 def build(config: PageConfig, upstream: Upstream) -> None:
     """Adds the tab; called in `gradio.Blocks`."""
+    button = StopButton()
 
     async def complete(
         prompt: str, model: str | None, max_tokens: int, temperature: float, stop: str, request: gradio.Request
@@ -26,9 +27,14 @@ def build(config: PageConfig, upstream: Upstream) -> None:
         stops = tuple(line for line in stop.splitlines() if line)
         settings = Settings(model, max_tokens=max_tokens, temperature=temperature, stop=stops)
         pieces = upstream.stream_complete(visitor(request).key, prompt, parameters.fields(settings, is_chat=False))
-        async with contextlib.aclosing(grow(pieces, config.prices.get(model or ""), request)) as growing:
-            async for answer in growing:
-                yield answer
+        with button.armed(request) as stopped:
+            growing = grow(pieces, config.prices.get(model or ""), request, stopped)
+            async with contextlib.aclosing(growing):
+                async for answer in growing:
+                    yield answer
+
+    async def press(request: gradio.Request) -> None:
+        button.press(request)
 
     async def models(chosen: str | None, request: gradio.Request) -> object:
         names = await model_names(upstream, request)
@@ -51,8 +57,8 @@ def build(config: PageConfig, upstream: Upstream) -> None:
                 temperature = gradio.Slider(0, 2, value=0, step=0.05, label="Temperature")
                 stops = gradio.Textbox(label="Stop texts, one a line", lines=2)
         inputs = [prompt, model, max_tokens, temperature, stops]
-        run = submit.click(
+        submit.click(
             complete, inputs, [text, below], show_progress="hidden", concurrency_limit=None, api_visibility="private"
         )
-        stop.click(stopped, below, below, cancels=[run], show_progress="hidden", api_visibility="private")
+        stop.click(press, queue=False, show_progress="hidden", api_visibility="private")
     tab.select(models, model, model, show_progress="hidden", api_visibility="private")

@@ -14,6 +14,9 @@ from penstock.chat.conversation import Turn
 from penstock.chat.failures import Failure
 from penstock.text import show_seconds
 
+_UNFINISHED = ("length", statistics.STOPPED)
+_GO_ON = "Let the model go on where the answer ends"
+
 
 def waiting(words: str, elapsed_s: float) -> str:
     """ "in the queue: 3 before you · 4 s"."""
@@ -40,6 +43,8 @@ def footer(turn: Turn, branches: Sequence[str], failure: Failure | None = None) 
     buttons.append(_button("copy", turn.id, "Copy", f"Copy this {whose}"))
     if is_answer:
         buttons.append(_button("retry", turn.id, "Retry", "Ask again; this answer stays as a branch"))
+        if turn.text and not turn.error and turn.finish_reason in _UNFINISHED:
+            buttons.append(_button("continue", turn.id, "Continue", _GO_ON))
     else:
         buttons.append(_button("edit", turn.id, "Edit", "Edit this question; the old one stays as a branch"))
     buttons.append(_button("delete", turn.id, "Delete", f"Delete this {whose} and what follows"))
@@ -58,13 +63,16 @@ def _error(turn: Turn, failure: Failure | None) -> str:
     buttons = []
     if kind == "key":
         buttons.append('<a href="login">Log in again</a>')
-    elif kind == "too_long":
-        buttons.append(_button("shrink", turn.id, "Leave out the oldest messages and ask again"))
+    elif kind == "too_long" and failure:
+        over = f' data-over="{failure.over_tokens or 1}"'
+        buttons.append(_button("shrink", turn.id, "Leave out the oldest messages and ask again", more=over))
+    elif kind == "system":
+        buttons.append(_button("plain", turn.id, "Ask again without the system message"))
     elif kind == "overload" and failure and failure.retry_after_s is not None:
         after = f' data-in="{failure.retry_after_s:.0f}"'
         buttons.append(_button("retry", turn.id, "Ask again", more=after))
     elif turn.text:
-        buttons.append(_button("continue", turn.id, "Continue", "Let the model go on where the answer broke off"))
+        buttons.append(_button("continue", turn.id, "Continue", _GO_ON))
     text = escape(turn.error or "")
     return f'<div class="penstock-error" role="alert"><span>{text}</span> {"".join(buttons)}</div>'
 

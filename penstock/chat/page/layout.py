@@ -24,6 +24,8 @@ def build(config: PageConfig) -> Any:
             gradio.HTML('<div id="penstock-history"></div>')
         with gradio.Sidebar(open=False, position="right", width=320, elem_id="penstock-settings"):
             panel = Panel(config, upstream)
+            if config.has_login:
+                gradio.HTML('<form method="post" action="logout"><button id="penstock-logout">Log out</button></form>')
         gradio.HTML(
             f'<header id="penstock-header"><h1>{escape(config.title)}</h1><div id="penstock-status"></div></header>'
         )
@@ -32,5 +34,6 @@ def build(config: PageConfig) -> Any:
         completion_tab.build(config, upstream)
         compare_tab.build(config, upstream, tab.bot.latex_delimiters)
         elsewhere_tab.build(config, upstream)
-        panel.listen(blocks)
+        panel.listen()
+        tab.listen(blocks)
     return blocks

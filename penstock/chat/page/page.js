@@ -86,13 +86,14 @@ async function save(conversation) {
   }
 }
 
-function took(given) {
+async function took(given) {
   let news = typeof given === "string" ? (given ? JSON.parse(given) : null) : given;
   if (!news?.id) return;
   if (news.turn) {
-    if (news.id !== page.conversation.id) return; // another is open: the whole one comes at the end
     const { turn, ...rest } = news;
-    news = { ...page.conversation, ...rest, turns: { ...page.conversation.turns, [turn.id]: turn } };
+    const before = news.id === page.conversation.id ? page.conversation : await store.read(news.id);
+    if (!before) return; // deleted while it was answered
+    news = { ...before, ...rest, turns: { ...before.turns, [turn.id]: turn } };
   }
   const isOurs = news.id === page.conversation.id;
   if (isOurs || (isEmpty(page.conversation) && !page.heard.has(news.id))) {
@@ -104,7 +105,16 @@ function took(given) {
   save(news);
 }
 
-function fresh() {
+// An answer that arrives is stopped, and what there is of it kept, before another conversation takes its place.
+async function settle() {
+  for (let i = 0; isBusy() && i < 40; i++) {
+    if (i === 0) stopAnswer();
+    await new Promise((resolve) => setTimeout(resolve, 50));
+  }
+}
+
+async function fresh() {
+  await settle();
   drafts.sync();
   become(newConversation());
   show();
@@ -112,6 +122,7 @@ function fresh() {
 }
 
 async function open(id) {
+  await settle();
   drafts.sync();
   const conversation = await store.read(id);
   if (!conversation) return refreshHistory();
@@ -174,9 +185,9 @@ tabs.onmessage = async ({ data }) => {
   if (stored) become(stored, false), show();
 };
 
-// An answer is arriving here: its stop button is shown.
+// An answer is arriving here, or on its way (chat.js).
 function isBusy() {
-  return Boolean(byId("penstock-stop")?.offsetParent);
+  return document.body.classList.contains("penstock-busy");
 }
 
 page.name = window.gradio_config?.title || document.title || "penstock";

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from html import escape
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from penstock.wire.answers import Chunk, Reply
 from penstock.wire.waiting import Waiting
 
 _PAUSE_S = 0.125
-_CLOCK = " penstock-clock"
 
 
 class PlainAnswer(NamedTuple):
@@ -31,14 +30,17 @@ class PlainAnswer(NamedTuple):
     below: str
 
 
-async def grow(pieces: Answer, price: Price | None, request: Any) -> AsyncGenerator[PlainAnswer, None]:
-    """The answer as it grows, some times a second. Failures are its last line. Closing this closes `pieces`.
+async def grow(
+    pieces: Answer, price: Price | None, request: Any, stop: asyncio.Event | None = None
+) -> AsyncGenerator[PlainAnswer, None]:
+    """The answer as it grows, some times a second, until its end or `stop`. Failures are its last line.
+    Closing this, and `stop`, closes `pieces`.
 
     `request`: whose it is; a key that the gateway refuses ends the session.
     """
     began_at, texts, words, below = time.monotonic(), list[str](), "sending", ""
     try:
-        async with contextlib.aclosing(batches(pieces, _PAUSE_S)) as arriving:
+        async with contextlib.aclosing(batches(pieces, _PAUSE_S, stop)) as arriving:
             async for batch in arriving:
                 for piece in batch:
                     match piece:
@@ -51,12 +53,35 @@ async def grow(pieces: Answer, price: Price | None, request: Any) -> AsyncGenera
                             below = _figures(piece, price)
                 text = "".join(texts)
                 texts = [text]
-                yield PlainAnswer(text, below or _line(f"{words} · {time.monotonic() - began_at:.0f} s", _CLOCK))
+                yield PlainAnswer(text, below or _line(f"{words} · {time.monotonic() - began_at:.0f} s"))
+        if stop is not None and stop.is_set() and not below:
+            yield PlainAnswer("".join(texts), _line("stopped"))
     except PenstockError as error:
         failure = failures.failure_of(error, has_text=any(texts))
         if failure.kind == "key":
             visitor(request).refuse(failure.text)
         yield PlainAnswer("".join(texts), f'<div class="penstock-error" role="alert">{escape(failure.text)}</div>')
+
+
+class StopButton:
+    """The button that stops the answers of its tab of the page, each visitor's own."""
+
+    def __init__(self) -> None:
+        self._stops: dict[str, asyncio.Event] = {}
+
+    @contextlib.contextmanager
+    def armed(self, request: Any) -> Iterator[asyncio.Event]:
+        """For the time of an answer."""
+        stop = self._stops[request.session_hash] = asyncio.Event()
+        try:
+            yield stop
+        finally:
+            self._stops.pop(request.session_hash, None)
+
+    def press(self, request: Any) -> None:
+        """In the event loop."""
+        if stop := self._stops.get(request.session_hash):
+            stop.set()
 
 
 async def together(*growing: AsyncGenerator[PlainAnswer, None]) -> AsyncGenerator[tuple[PlainAnswer, ...], None]:
@@ -99,10 +124,5 @@ def _figures(reply: Reply, price: Price | None) -> str:
     return _line(f"{line} · {show_seconds(reply.duration_s)} in all")
 
 
-def stopped(below: str | None) -> str:
-    """The line of an answer that is stopped while it grows; that of a whole one stays."""
-    return _line("stopped") if below and _CLOCK in below else below or ""
-
-
-def _line(words: str, kind: str = "") -> str:
-    return f'<div class="penstock-foot{kind}">{escape(words)}</div>'
+def _line(words: str) -> str:
+    return f'<div class="penstock-foot">{escape(words)}</div>'

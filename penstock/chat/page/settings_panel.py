@@ -36,7 +36,10 @@ class Panel:
         )
         self.system = gradio.Textbox(first.system, label="System message", lines=3, max_lines=12, interactive=True)
         self.has_system = gradio.Checkbox(
-            first.has_system, label="Send the system message", info="Off for models that refuse one."
+            first.has_system,
+            label="Send the system message",
+            info="Off for models that refuse one.",
+            elem_id="penstock-has-system",
         )
         bound = parameters.bound("max_tokens")
         self.max_tokens = gradio.Slider(
@@ -60,43 +63,45 @@ class Panel:
             *(*self.numbers, self.stop, self.thinking, self.json_mode),
         ]
 
-    def listen(self, blocks: Any) -> None:
-        """The list of models is read when the page is loaded and when the picker is opened."""
-        quiet = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
-        blocks.load(self._refresh, [self.model, self.max_tokens], [self.model, self.max_tokens], **quiet)
-        self.model.focus(self._refresh, [self.model, self.max_tokens], [self.model, self.max_tokens], **quiet)
-        self.model.input(self._refresh, [self.model, self.max_tokens], [self.model, self.max_tokens], **quiet)
+    def listen(self) -> None:
+        """The list of models is read again when the picker is opened, and the longest answer with each choice."""
+        both = [self.model, self.max_tokens]
+        for event in (self.model.focus, self.model.input):
+            event(self._refresh, both, both, show_progress="hidden", queue=False, api_visibility="private")
 
-    async def _refresh(self, request: gradio.Request, chosen: str | None, max_tokens: int) -> tuple[Any, Any]:
+    async def _refresh(self, request: gradio.Request, chosen: str | None, max_tokens: int) -> list[Any]:
+        return self._choices(await self._cards(request), chosen, max_tokens)
+
+    async def _cards(self, request: gradio.Request) -> tuple[ModelCard, ...]:
         try:
-            cards = await self._upstream.models(visitor(request).key)
+            return await self._upstream.models(visitor(request).key)
         except PenstockError:
-            return gradio.skip(), gradio.skip()  # the chip at the top says what is wrong
+            return ()  # the chip at the top says what is wrong
+
+    def _choices(self, cards: tuple[ModelCard, ...], chosen: str | None, max_tokens: int) -> list[Any]:
+        """The picker and the slider. A model that is not there any more gives way to the first that is."""
         names = [name for card in cards for name in (card.name, *card.aliases)]
         if chosen not in names:
             chosen = self._config.model if self._config.model in names else next(iter(names), chosen)
-        longest = (
-            next((card.max_model_len for card in cards if chosen in (card.name, *card.aliases)), None) or _MAX_TOKENS
-        )
-        picker = gradio.update(choices=[(_label(card), card.name) for card in cards], value=chosen)
-        return picker, gradio.update(maximum=longest, value=min(max_tokens, longest))
+        lengths = [card.max_model_len for card in cards if chosen in (card.name, *card.aliases)]
+        longest = next(filter(None, lengths), _MAX_TOKENS)
+        listed = [(_label(card), card.name) for card in cards] or [(chosen or "", chosen or "")]
+        picker = gradio.update(choices=listed, value=chosen)
+        return [picker, gradio.update(maximum=longest, value=min(max_tokens, longest))]
 
     def first(self) -> Settings:
         """Of a new conversation."""
         return Settings(model=self._config.model, system=self._config.system, has_system=self._config.has_system)
 
-    def values(self, settings: Settings) -> list[Any]:
+    async def values(self, request: gradio.Request, settings: Settings) -> list[Any]:
         """What the components show."""
+        cards = await self._cards(request)
+        model, max_tokens = self._choices(cards, settings.model or self._config.model, settings.max_tokens or 512)
         figures = [getattr(settings, name) for name in _NUMBERS]
         numbers = ["" if figure is None else f"{figure:.15g}" for figure in figures]
         stop = "\n".join(text.replace("\n", "\\n") for text in settings.stop)
         return [
-            *(
-                settings.model or self._config.model,
-                settings.system or "",
-                settings.has_system,
-                settings.max_tokens or 512,
-            ),
+            *(model, settings.system or "", settings.has_system, max_tokens),
             *(*numbers, stop, settings.thinking, settings.json_mode),
         ]
 
