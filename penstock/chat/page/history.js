@@ -190,6 +190,8 @@ whenThere("#penstock-history", (root) => {
     el("nav", { class: "list", "aria-label": "Chats" }),
     el("div", { class: "foot" }, button("Import", () => file.click()), button("Export all", exportAll),
       button("Delete all", removeEverything), button("?", showKeys, { "aria-label": "Keyboard shortcuts" }), file));
+  const logOut = byId("penstock-logout");
+  if (logOut) root.append(logOut);
   ready.then(refreshHistory);
   closeOnPhone();
 });
