@@ -20,8 +20,10 @@ _GREY = ("#f7f8f9", "#eef0f3", "#e0e4e9", "#ccd2d9", "#96a0ac", "#66707d", "#4b5
          "#0e1216")  # fmt: skip
 # Without one a browser asks for /favicon.ico, which below a path is another server's.
 _ICON = (
-    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Crect width='16' height='16' rx='4' fill='%230f766e'/%3E"
-    "%3Cpath d='M3 4h10v6H7l-3 2.5V10H3z' fill='none' stroke='%23fff' stroke-width='1.6' stroke-linejoin='round'/%3E%3C/svg%3E"
+    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
+    "%3Crect width='16' height='16' rx='4' fill='%230f766e'/%3E"
+    "%3Cpath d='M3 4h10v6H7l-3 2.5V10H3z' "
+    "fill='none' stroke='%23fff' stroke-width='1.6' stroke-linejoin='round'/%3E%3C/svg%3E"
 )
 # Each as (light, dark).
 _COLOURS = {
