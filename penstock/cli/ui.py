@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -147,5 +146,4 @@ def _show_once(
         with contextlib.suppress(PenstockError):
             Client(place, timeout_s=_LOOK_S).get_text("/health")
             dashboard.show(options, run, address)
-            sys.stdout.flush()  # a program may read it, and this one stays
             return

@@ -8,9 +8,11 @@ import   a file's conversations, as JSON        markdown a conversation, as Mark
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,6 +34,7 @@ _END_S = 3
 _STREAMS_AT_ONCE = 1000  # gradio's own is 40
 _QUEUE_LOOK_S = 0.05  # gradio looks for new events each millisecond: 4 % of a core for a page that nobody uses
 _UPLOAD = "10mb"
+_UPLOAD_S = 3600  # how long a picture that is not sent stays on the disk
 Say = Callable[[str], None]
 
 
@@ -78,7 +81,9 @@ def make_app(config: PageConfig, say: Say) -> Any:
     app.add_api_route("/logout", login.log_out, methods=["POST"], include_in_schema=False)
     app.add_api_route("/markdown", export.markdown, methods=["POST"], include_in_schema=False)
     app.add_api_route("/import", export.conversations, methods=["POST"], include_in_schema=False)
+    remove_uploads(Path(config.folder) / "uploads", time.time() - _UPLOAD_S)
     blocks = layout.build(config)
+    blocks.delete_cache = (_UPLOAD_S, _UPLOAD_S)
     blocks.queue(default_concurrency_limit=None, api_open=False)
     blocks.max_threads = blocks._queue.max_thread_count = _STREAMS_AT_ONCE
     blocks._queue.sleep_when_free = blocks._queue.progress_update_sleep_when_free = _QUEUE_LOOK_S
@@ -88,6 +93,16 @@ def make_app(config: PageConfig, say: Say) -> Any:
         theme=theme.theme(), head=theme.head(),
     )  # fmt: skip
     return login.around(app)
+
+
+def remove_uploads(folder: Path, before: float) -> None:
+    """What a page that was killed left there from before that time (Unix seconds): gradio forgets it."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        with contextlib.suppress(OSError):  # a folder that is not empty
+            if path.is_dir():
+                path.rmdir()
+            elif path.stat().st_mtime < before:
+                path.unlink()
 
 
 def _health() -> Response:
