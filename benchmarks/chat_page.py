@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -168,12 +169,20 @@ def bench() -> Iterator[Bench]:
         path.write_bytes(msgspec.json.encode(config))
         begun = time.monotonic()
         pid = stack.enter_context(running([sys.executable, "-m", "penstock.chat.page", str(path)], port, folder))
+        while not _is_up(f"http://127.0.0.1:{port}/health"):  # it takes the port first
+            time.sleep(0.05)
         print(f"process up after {time.monotonic() - begun:.1f} s, {cpu_s(pid):.1f} s of CPU, {rss_mb(pid):.0f} MB")
         playwright = stack.enter_context(sync_playwright())
         arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--lang=en"]
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=arguments)
         stack.callback(browser.close)
         yield Bench(engine, browser, f"http://127.0.0.1:{port}/", pid, gateway_pid)
+
+
+def _is_up(url: str) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(urllib.request.urlopen(url, timeout=60).status == 200)
+    return False
 
 
 def measure_load(bench: Bench, options: argparse.Namespace) -> None:

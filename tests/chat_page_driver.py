@@ -16,9 +16,7 @@ from playwright.sync_api import Browser, BrowserContext, Locator, Page, Request,
 
 WIDE, PHONE = {"width": 1360, "height": 900}, {"width": 390, "height": 844}
 # What Chromium says of a page's own requests that fail on purpose: the tests of failures allow it.
-_NETWORK = re.compile(
-    "AbortError|Connection errored out|Failed to load resource|ERR_|EventSource|NetworkError|Failed to fetch"
-)
+_NETWORK = re.compile("AbortError|network ?error|Connection errored|Failed to|ERR_|EventSource", re.IGNORECASE)
 
 
 class Chat:

@@ -209,12 +209,13 @@ class ChatPage:
             self.do(self.rig.__aexit__())
             self.rig = None
 
-    def add_replica(self, name: str = "0") -> None:
+    def add_replica(self, name: str = "0", **more: Any) -> None:
+        """Or the same one at a new address; `more`: of its announcement."""
         assert self.rig is not None
 
         async def add(rig: Rig) -> None:
             engine = await rig.engine(self.engine.reply, name)
-            await rig.announce(name, engine.url, lease_s=3600)
+            await rig.announce(name, engine.url, lease_s=3600, **more)
 
         self.do(add(self.rig))
 

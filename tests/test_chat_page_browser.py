@@ -18,6 +18,11 @@ from playwright.sync_api import Browser, FilePayload, expect
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 
+
+def nightly(value: object) -> Any:
+    return pytest.param(value, marks=pytest.mark.nightly)
+
+
 FIGURES = re.compile(r"TTFT .+ · 3 tokens · 18 in \(12 cached\) · \$[0-9.]+ · replica 0")
 CACHED = {"prompt_tokens": 18, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 12}}
 
@@ -84,7 +89,7 @@ def test_text_is_shown_before_the_answer_ends_and_its_reasoning_is_folded(people
     assert chat.leaf["reasoning"] == "Let me think."
 
 
-@pytest.mark.parametrize("how", ["button", "escape", "closed tab", "new chat"])
+@pytest.mark.parametrize("how", ["button", "closed tab", nightly("escape"), nightly("new chat")])
 def test_end_of_the_interest_ends_the_work_of_the_engine(people: People, rig: ChatPage, how: str) -> None:
     rig.answers["long"] = Answer(("Once upon a time", Gate()))
     chat = people.chat()
@@ -125,6 +130,7 @@ def test_reload_keeps_the_conversation_the_draft_and_the_half_of_an_answer(peopl
     expect(chat.conversation).to_contain_text("You said: not sent yet")
 
 
+@pytest.mark.nightly
 def test_two_tabs_share_the_list_and_have_a_conversation_each(people: People) -> None:
     first = people.chat()
     second = people.chat(first.page.context)
@@ -247,8 +253,9 @@ def test_hostile_answer_does_nothing_and_asks_no_other_host(people: People, rig:
     chat.ask(HOSTILE)
     expect(chat.figures).to_have_count(1)
     expect(chat.conversation).to_contain_text("The end of it.")
-    for fold in chat.conversation.locator("[aria-expanded=false], details:not([open]) summary").all():
+    for fold in chat.conversation.locator(".thought-group > .title").all():
         fold.click()
+    expect(chat.conversation.locator("[aria-expanded=true]")).to_have_count(2)
     for link in chat.conversation.get_by_role("link").all():
         address = link.get_attribute("href") or ""
         assert address.startswith(("https://", "http://", "#", "login")), address
@@ -309,6 +316,7 @@ def test_branches_of_an_edited_question_and_a_second_answer(people: People, rig:
     }
 
 
+@pytest.mark.nightly
 def test_export_is_imported_by_another_browser(people: People, tmp_path: Path) -> None:
     chat = people.chat()
     chat.ask_and_wait("What is a penstock?")
@@ -329,6 +337,7 @@ def test_export_is_imported_by_another_browser(people: People, tmp_path: Path) -
     expect(other.page.locator("#penstock-notices")).to_contain_text("Could not import")
 
 
+@pytest.mark.nightly
 def test_search_finds_a_conversation_by_its_words(people: People) -> None:
     chat = people.chat()
     chat.ask_and_wait("apples")
@@ -387,6 +396,7 @@ def test_wait_for_a_replica_is_told_with_its_shards(people: People, rig: ChatPag
         rig.start_gateway()
 
 
+@pytest.mark.nightly
 def test_place_in_the_queue_is_told(people: People, rig: ChatPage) -> None:
     gate = Gate()
     rig.answers["long"] = Answer(("Once", gate))
@@ -425,6 +435,7 @@ def test_prompt_that_is_too_long_can_leave_out_the_oldest(people: People, rig: C
     assert "the oldest" not in json.dumps(rig.engine.asked[-1].body["messages"])
 
 
+@pytest.mark.nightly
 def test_overload_is_told_with_a_countdown_and_asked_again(people: People, rig: ChatPage) -> None:
     rig.answers["busy"] = Answer(("too many requests",), status=429, headers={"Retry-After": "2"})
     chat = people.chat()
@@ -436,21 +447,19 @@ def test_overload_is_told_with_a_countdown_and_asked_again(people: People, rig: 
 
 
 def test_image_goes_to_the_model_and_stays_in_the_conversation(people: People, rig: ChatPage) -> None:
+    rig.add_replica(input_modalities=["text", "image"])
     chat = people.chat()
+    expect(chat.page.get_by_role("button", name="Attach images")).to_be_visible()
     file = FilePayload(name="dot.png", mimeType="image/png", buffer=png(8, 8))
-    chat.page.locator("#penstock-message input[type=file]").set_input_files(file)
-    chat.box.fill("what is it?")
-    rig.wait_until(
-        lambda: chat.page.locator("#penstock-message img, #penstock-message .thumbnail-item").count(), "shown"
-    )
-    chat.box.press("Enter")
-    expect(chat.figures).to_have_count(1)
+    chat.page.locator("#penstock-ask input[type=file]").set_input_files(file)
+    expect(chat.page.get_by_role("img", name="image 1")).to_be_visible()
+    chat.ask_and_wait("what is it?")
     parts = rig.engine.asked[0].body["messages"][-1]["content"]
-    assert [part["type"] for part in parts] in (["text", "image_url"], ["image_url", "text"])
+    assert sorted(part["type"] for part in parts) == ["image_url", "text"]
     image = next(part for part in parts if part["type"] == "image_url")["image_url"]["url"]
     assert image.startswith("data:image/png;base64,")
     chat.page.reload()
-    expect(chat.conversation.locator("img[src^='data:image/png']").first).to_be_visible()
+    expect(chat.conversation.get_by_role("img", name="image 1 of the question")).to_be_visible()
 
 
 def png(width: int, height: int) -> bytes:
@@ -462,6 +471,7 @@ def png(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", head) + part(b"IDAT", rows) + part(b"IEND", b"")
 
 
+@pytest.mark.nightly
 def test_tool_calls_are_shown_and_run_by_nobody(people: People, rig: ChatPage) -> None:
     def piece(**function: str) -> dict[str, Any]:
         return {"tool_calls": [{"index": 0, "id": "call-1", "type": "function", "function": function}]}
@@ -476,7 +486,7 @@ def test_tool_calls_are_shown_and_run_by_nobody(people: People, rig: ChatPage) -
     assert chat.leaf["tool_calls"] == [{"name": "get_weather", "arguments": '{"city": "Seoul"}'}]
 
 
-@pytest.mark.parametrize("look", ["light", "dark", "phone"])
+@pytest.mark.parametrize("look", ["light", "phone", nightly("dark")])
 def test_page_has_no_serious_violation(people: People, rig: ChatPage, look: str) -> None:
     steps = ({"reasoning": "Hm."}, "Text, `code`, [a link](https://example.com), $x$\n\n```python\nprint(1)\n```\n")
     rig.answers["all"] = Answer((*steps, "\n| a | b |\n|---|---|\n| 1 | 2 |\n"))
@@ -493,6 +503,7 @@ def test_page_has_no_serious_violation(people: People, rig: ChatPage, look: str)
         assert chat.page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
 
 
+@pytest.mark.nightly
 def test_answer_of_200_kb_is_shown_and_kept_whole(people: People, rig: ChatPage) -> None:
     text = "".join(f"Line {i} of a very long answer, as models write them.\n\n" for i in range(3700))
     assert len(text) > 200_000
@@ -506,7 +517,7 @@ def test_answer_of_200_kb_is_shown_and_kept_whole(people: People, rig: ChatPage)
     expect(chat.conversation).to_contain_text("Line 3699 of")
 
 
-@pytest.mark.parametrize("strips", [True, False])
+@pytest.mark.parametrize("strips", [True, nightly(False)])
 def test_page_works_below_a_path(people: People, rig: ChatPage, strips: bool) -> None:
     with PathProxy(rig.port, "/x/y", strips=strips) as proxy:
         people.origins.add(proxy.url.split("/")[2])

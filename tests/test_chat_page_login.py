@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from starlette.testclient import TestClient
 from penstock.chat.page.config import PageConfig
 from penstock.chat.page.login import Login
 from penstock.chat.page.proxied import as_sent, clean_prefix, is_same_site
-from penstock.chat.page.server import Status
+from penstock.chat.page.server import Status, remove_uploads
 from penstock.chat.page.sessions import Attempts, Sessions, name_of, visitor
 from penstock.errors import PenstockError, UserError
 from penstock.wire.answers import HttpError
@@ -188,7 +189,16 @@ def test_behind_a_proxy_the_page_is_where_the_browser_sees_it(tmp_path: Path, ga
 
 @pytest.mark.parametrize(
     ("prefix", "clean"),
-    [("", ""), ("/", ""), ("x/y/", "/x/y"), ("https://h/a", "/a"), ("//evil.example", "/evil.example"), ("/a//b", "")],
+    [
+        ("", ""),
+        ("/", ""),
+        ("x/y/", "/x/y"),
+        ("https://h/a", "/a"),
+        ("//evil.example", "/evil.example"),
+        ("/a//b", ""),
+        ("/\\evil.example", ""),
+        ("/a;b", ""),
+    ],
 )
 def test_a_prefix_is_a_path(prefix: str, clean: str) -> None:
     assert clean_prefix(prefix) == clean
@@ -200,6 +210,17 @@ def test_a_prefix_is_a_path(prefix: str, clean: str) -> None:
 def test_a_browser_without_fetch_metadata_is_judged_by_origin() -> None:
     assert is_same_site({}) and is_same_site({"origin": "http://h:1", "host": "h:1"})
     assert not is_same_site({"origin": "null", "host": "h:1"})
+
+
+def test_old_uploads_of_a_killed_page_are_removed(tmp_path: Path) -> None:
+    for name, at in (("a/old.png", 10.0), ("b/new.png", 30.0)):
+        file = tmp_path / name
+        file.parent.mkdir()
+        file.touch()
+        os.utime(file, (at, at))
+    remove_uploads(tmp_path, before=20.0)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["b", "new.png"]
+    remove_uploads(tmp_path / "none", before=20.0)
 
 
 # ---- sessions --------------------------------------------------------------------------------------------------------

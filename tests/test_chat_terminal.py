@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from penstock.chat.settings import Settings
-from penstock.cli.chat import SERVER_DEFAULTS, ChatOptions, ReadLine, chat, read_message
+from penstock.chat.settings import SERVER_DEFAULTS, Settings
+from penstock.cli.chat import ChatOptions, ReadLine, chat, read_message
 from penstock.cli.chat_screen import blocks_of
 from penstock.errors import PenstockError
 from penstock.testing.fake_engine.options import Options

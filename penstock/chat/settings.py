@@ -118,7 +118,7 @@ _WORDS: Final[dict[str, dict[str, object]]] = {
 }
 _TYPED: Final = (*BOUNDS, "stop", *_WORDS)
 _LISTED: Final = f"There are: {', '.join(_TYPED)}."
-_SERVER_DEFAULTS: Final = Settings(max_tokens=None)
+SERVER_DEFAULTS: Final = Settings(max_tokens=None)
 
 
 def number(name: str, text: str) -> float | int | None:
@@ -141,7 +141,7 @@ def changed(settings: Settings, name: str, text: str, limits: Limits = _UNKNOWN)
     if name not in _TYPED:
         close = nearest(name, _TYPED)
         raise UserError(f'unknown setting "{name}"', hint=f"Did you mean {close}?" if close else _LISTED)
-    value: object = (text,) if name == "stop" and text else getattr(_SERVER_DEFAULTS, name)
+    value: object = (text,) if name == "stop" and text else getattr(SERVER_DEFAULTS, name)
     if name in BOUNDS:
         value = number(name, text)
     elif text and name in _WORDS:

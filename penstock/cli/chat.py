@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from penstock.chat import conversation as chats
 from penstock.chat import files, statistics
 from penstock.chat.conversation import Turn
 from penstock.chat.failures import Failure, counted, failure_of, needs_count
-from penstock.chat.settings import BOUNDS, Limits, Settings, changed, fields, shown
+from penstock.chat.settings import BOUNDS, SERVER_DEFAULTS, Limits, Settings, changed, fields, shown
 from penstock.chat.waiting import show_waiting
 from penstock.cli import arguments, keys
 from penstock.cli.chat_screen import Screen
@@ -53,7 +54,6 @@ Ctrl-C stops an answer. A line that ends with \\ goes on in the next; so does ev
 A message that begins with / is sent with a space before it."""
 
 ReadLine = Callable[[str], str]  # takes the prompt; raises EOFError at the end, as `input` does
-SERVER_DEFAULTS = Settings(max_tokens=None)
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class _Session:
         self._out = out
         self._screen = Screen(out, options.as_json)
         self._is_interactive = is_interactive
-        self._conversation = chats.begin("terminal", time.time(), settings)
+        self._conversation = chats.begin(secrets.token_hex(12), time.time(), settings)
         self._n_turns = 0
         self._cards: tuple[ModelCard, ...] = ()
         self._shows_stats = False
@@ -307,7 +307,7 @@ class _Session:
         self._note(HELP)
 
     def _reset(self, _: str) -> None:
-        self._conversation = chats.begin("terminal", time.time(), self._settings)
+        self._conversation = chats.begin(secrets.token_hex(12), time.time(), self._settings)
         self._note("(forgotten)")
 
     def _retry(self, _: str) -> None:

@@ -4,7 +4,7 @@
 const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 const IMAGE_SIDE_MAX = 2048; // larger ones are made smaller: models see no more
 const TRIES_MAX = 5;
-const chat = { order: null, editing: null, images: [], tries: 0 };
+const chat = { order: null, sent: null, editing: null, images: [], tries: 0, shown: null };
 
 const isAnswering = () => document.body.classList.contains("penstock-busy");
 const turnOf = (id) => page.conversation.turns[id];
@@ -89,10 +89,9 @@ setInterval(() => {
     const left = Math.ceil((button.dataset.at - Date.now()) / 1000);
     button.textContent = left > 0 ? `Ask again (by itself in ${left} s)` : "Ask again";
     if (left > 0 || isAnswering() || document.hidden) continue;
-    const tries = chat.tries + 1;
+    chat.tries += 1;
     button.removeAttribute("data-in");
     button.click();
-    chat.tries = tries;
   }
 }, 250);
 
@@ -169,26 +168,33 @@ window.penstockChat = {
   orders(_conversation, _order, text, ...rest) {
     const given = chat.order ?? (chat.editing ? { act: "edit", turn: chat.editing.turn } : { act: "ask", images: chat.images });
     chat.order = null;
-    chat.tries = 0;
-    if (["ask", "edit"].includes(given.act) && (text.trim() || given.images?.length)) {
-      const draft = chat.editing?.draft;
-      Object.assign(chat, { editing: null, images: given.act === "ask" ? [] : chat.images, draft });
+    if (given.act === "ask" || given.act === "edit") {
+      chat.tries = 0;
+      chat.sent = { text, images: chat.images, editing: chat.editing };
+      Object.assign(chat, { editing: null, images: given.act === "ask" ? [] : chat.images });
       drawAbove();
     }
     document.body.classList.add("penstock-busy");
     pin();
     return [window.penstock.current(), JSON.stringify(given), text, ...rest];
   },
-  // An event is over, whatever became of it.
+  // An event is over, whatever became of it. What was refused before it was sent is still in the box.
   ended() {
     document.body.classList.remove("penstock-busy");
-    if (chat.draft && !drafts.box().value) fill(chat.draft);
-    chat.draft = "";
+    const { sent } = chat;
+    chat.sent = null;
+    const box = drafts.box();
+    if (!sent || !box) return;
+    if (sent.text && box.value === sent.text) Object.assign(chat, { images: sent.images, editing: sent.editing });
+    else if (sent.editing?.draft && !box.value) fill(sent.editing.draft);
+    drawAbove();
   },
   // Another conversation is drawn; an answer that still arrives is left.
   async shown() {
     await window.penstock.ready;
     document.body.classList.remove("penstock-busy");
+    if (chat.shown !== page.conversation.id) Object.assign(chat, { shown: page.conversation.id, editing: null });
+    drawAbove();
     pin();
     return [window.penstock.current()];
   },

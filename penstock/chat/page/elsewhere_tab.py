@@ -56,10 +56,12 @@ def build(config: PageConfig, upstream: Upstream) -> None:
 
 
 def _code(name: str, place: str) -> Any:
-    """In plain colours: Gradio's highlighting has too little contrast to be read."""
+    """In a plain box: Gradio's editor for code is a third of all scripts that the page would load."""
     with gradio.Tab(name):
         gradio.Markdown(place)
-        return gradio.Code(label=name, show_label=False, interactive=False, wrap_lines=True, lines=8, max_lines=40)
+        return gradio.Textbox(
+            label=name, interactive=False, buttons=["copy"], lines=8, max_lines=40, elem_classes="penstock-code"
+        )
 
 
 def _read(current: str | None) -> Conversation | None:

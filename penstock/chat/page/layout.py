@@ -14,6 +14,8 @@ from penstock.chat.page.settings_panel import Panel
 from penstock.chat.page.streaming import Chat
 from penstock.chat.page.upstream import Upstream
 
+_LOG_OUT = '<form id="penstock-logout" method="post" action="logout"><button>Log out</button></form>'
+
 
 def build(config: PageConfig) -> Any:
     """A `gradio.Blocks`. Asks the gateway nothing until somebody opens the page."""
@@ -21,11 +23,9 @@ def build(config: PageConfig) -> Any:
     chat = Chat(upstream, config.prices)
     with gradio.Blocks(title=config.title, analytics_enabled=False, fill_height=True) as blocks:
         with gradio.Sidebar(open=True, width=280, elem_id="penstock-left"):
-            gradio.HTML('<div id="penstock-history"></div>')
+            gradio.HTML('<div id="penstock-history"></div>' + (_LOG_OUT if config.has_login else ""))
         with gradio.Sidebar(open=False, position="right", width=320, elem_id="penstock-settings"):
             panel = Panel(config, upstream)
-            if config.has_login:
-                gradio.HTML('<form method="post" action="logout"><button id="penstock-logout">Log out</button></form>')
         gradio.HTML(
             f'<header id="penstock-header"><h1>{escape(config.title)}</h1><div id="penstock-status"></div></header>'
         )

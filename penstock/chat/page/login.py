@@ -35,7 +35,7 @@ _POLICY = "; ".join((
 _HEADERS = {
     "content-security-policy": _POLICY,
     "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
+    "referrer-policy": "same-origin",  # with no-referrer, a form of ours says "Origin: null"
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
 }
 # Where a proxy does not tell its address, the page knows better where it is than gradio, which asks at `root`.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+_PATH = re.compile(r"[A-Za-z0-9._~%@:+-]+(/[A-Za-z0-9._~%@:+-]+)*\Z")
 _FORWARDED = (b"x-forwarded-host", b"x-forwarded-proto", b"x-forwarded-prefix")
 
 
@@ -31,7 +33,7 @@ def clean_prefix(path: str) -> str:
     """ "x/y/" -> "/x/y"; "" and "/" -> ""; only the path of a URL."""
     path = path.partition("://")[2].partition("/")[2] if "://" in path else path
     path = path.strip("/")
-    return f"/{path}" if path and path.isprintable() and "//" not in path else ""
+    return f"/{path}" if _PATH.match(path) else ""
 
 
 def is_same_site(headers: Mapping[str, str]) -> bool:

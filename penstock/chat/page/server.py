@@ -8,9 +8,11 @@ import   a file's conversations, as JSON        markdown a conversation, as Mark
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,13 +34,18 @@ _END_S = 3
 _STREAMS_AT_ONCE = 1000  # gradio's own is 40
 _QUEUE_LOOK_S = 0.05  # gradio looks for new events each millisecond: 4 % of a core for a page that nobody uses
 _UPLOAD = "10mb"
+_UPLOAD_S = 3600  # how long a picture that is not sent stays on the disk
 Say = Callable[[str], None]
 
 
-def serve(config: PageConfig, say: Say) -> None:
-    """Blocks until SIGTERM or SIGINT. `say` writes a line to the log.  Raises UserError where the port is taken."""
+def serve(config: PageConfig, say: Say, on_listening: Callable[[], None]) -> None:
+    """Blocks until SIGTERM or SIGINT. `say` writes a line to the log. From `on_listening` on the port is ours.
+
+    Raises UserError where the port is taken.
+    """
     listening = _listen(config)
     with listening:
+        on_listening()
         app = make_app(config, say)
         settings = uvicorn.Config(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=_END_S, lifespan="on",
@@ -56,7 +63,7 @@ def _listen(config: PageConfig) -> socket.socket:
         listening.listen(1024)
     except OSError as exc:
         listening.close()
-        hint = "Set another ui.port, or end what listens there."
+        hint = "Choose another port (ui.port in the file, `penstock ui --port`), or end what listens there."
         message = f"cannot serve the chat page on {config.host}:{config.port}: {exc.strerror}"
         raise UserError(message, hint=hint) from exc
     return listening
@@ -78,7 +85,9 @@ def make_app(config: PageConfig, say: Say) -> Any:
     app.add_api_route("/logout", login.log_out, methods=["POST"], include_in_schema=False)
     app.add_api_route("/markdown", export.markdown, methods=["POST"], include_in_schema=False)
     app.add_api_route("/import", export.conversations, methods=["POST"], include_in_schema=False)
+    remove_uploads(Path(config.folder) / "uploads", time.time() - _UPLOAD_S)
     blocks = layout.build(config)
+    blocks.delete_cache = (_UPLOAD_S, _UPLOAD_S)
     blocks.queue(default_concurrency_limit=None, api_open=False)
     blocks.max_threads = blocks._queue.max_thread_count = _STREAMS_AT_ONCE
     blocks._queue.sleep_when_free = blocks._queue.progress_update_sleep_when_free = _QUEUE_LOOK_S
@@ -88,6 +97,16 @@ def make_app(config: PageConfig, say: Say) -> Any:
         theme=theme.theme(), head=theme.head(),
     )  # fmt: skip
     return login.around(app)
+
+
+def remove_uploads(folder: Path, before: float) -> None:
+    """What a page that was killed left there from before that time (Unix seconds): gradio forgets it."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        with contextlib.suppress(OSError):  # a folder that is not empty
+            if path.is_dir():
+                path.rmdir()
+            elif path.stat().st_mtime < before:
+                path.unlink()
 
 
 def _health() -> Response:
