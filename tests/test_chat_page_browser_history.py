@@ -28,7 +28,8 @@ BODY = """
 """
 BUSY = "document.body.classList.add('penstock-busy')"
 STYLE = "<style>.sidebar:not(.open) div { display: none !important; }</style>"
-DOCUMENT = f'<!doctype html><html lang="en"><title>demo</title>{theme.head()}{STYLE}<body>{BODY}</html>'
+LOAD = "<script>penstock.ready.then(() => document.querySelector('#penstock-show').click())</script>"  # as Gradio does
+DOCUMENT = f'<!doctype html><html lang="en"><title>demo</title>{theme.head()}{STYLE}<body>{BODY}{LOAD}</html>'
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from launching import SOON_S, Place, a_place, ask, call, kill, now, pid_of, pids, started, wait_until
+from launching import DEADLINE_S, SOON_S, Place, a_place, ask, call, kill, now, pid_of, pids, started, wait_until
 
 from penstock.hardware.network import free_port
 from penstock.run_folder import Part, Run
@@ -148,8 +148,9 @@ def test_any_address_gets_a_page_until_ctrl_c(place: Place, monkeypatch: pytest.
             assert client.post("/login", data={"key": "sk-other"}).status_code == 401, "others on this machine"
             assert client.post("/login", data={"key": "sk-mine"}).status_code == 303
             assert state_of(client) == "ok"
-        refused = call("ui", "--url", run.url, "--port", port)
-        assert refused.code == 2 and "Set another" in refused.err
+        with started("ui", "--url", run.url, "--port", port, "--json") as other:
+            out, _ = other.communicate(timeout=DEADLINE_S)
+            assert other.returncode == 2 and "address already in use" in out.lower() and "sk-mine" not in out
         child.send_signal(signal.SIGINT)
         assert child.wait(SOON_S) == 0
 

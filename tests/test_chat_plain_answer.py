@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from penstock.chat.page import plain_answer
 from penstock.chat.page.plain_answer import PlainAnswer, StopButton, grow, together
 from penstock.chat.page.sessions import Visitor
 from penstock.errors import PenstockError
@@ -29,6 +30,11 @@ REPLY = Reply(
     request_id="r",
     cached_tokens=12,
 )
+
+
+@pytest.fixture(autouse=True)
+def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_answer, "_PAUSE_S", 0.001)
 
 
 class Source:

@@ -50,7 +50,7 @@ def shell(place: Place, capsys: pytest.CaptureFixture[str]) -> Shell:
 def served(monkeypatch: pytest.MonkeyPatch) -> list[PageConfig]:
     """The pages that would be served here."""
     pages = list[PageConfig]()
-    monkeypatch.setattr(page, "serve", pages.append)
+    monkeypatch.setattr(page, "serve", lambda config, *_: pages.append(config))
     return pages
 
 

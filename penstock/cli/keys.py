@@ -111,15 +111,17 @@ def address_and_key(run: Run) -> tuple[str, str | None]:
     if run.desired().replicas == 0:
         message = f'cannot ask deployment "{run.name}": it has no replica'
         raise UserError(message, hint=f"penstock scale {run.name} 1")
-    return run.url, os.environ.get("OPENAI_API_KEY") or _owner_key(run)
+    return run.url, owner_key(run)
 
 
-def _owner_key(run: Run) -> str | None:
-    """A new key by whoever can write the deployment's store; None where none is needed."""
+def owner_key(run: Run) -> str | None:
+    """OPENAI_API_KEY, else a new key by whoever can write the deployment's store; None where none is needed."""
     from penstock.deployment.events import asked_by
     from penstock.gateway.accounting import store
     from penstock.gateway.accounting.key_store import KeyStore
 
+    if given := os.environ.get("OPENAI_API_KEY"):
+        return given
     config = run.gateway_file()
     if run.deployment().gateway.auth == "none" or config.store is None:
         return None

@@ -66,9 +66,8 @@ def _run(options: argparse.Namespace) -> int:
     part = page_of(run)
     if part is None:
         gateway, key = keys.address_and_key(run)
-        config = _config(gateway, folder, run.name, run.plan().served_names[0])
-        return _serve(options, config, key)
-    key = keys.address_and_key(run)[1] if _has_login(run) else None
+        return _serve(options, _config_of(run, gateway, folder), key)
+    key = keys.owner_key(run) if _has_login(run) else None
     dashboard.show(options, run, page_address(part.url or "", key))
     return 0
 
@@ -90,7 +89,7 @@ def page_of(run: Run) -> Part | None:
         part = now_state(run, time.time()).ui
         if part is not None and part.state == "running" and (part.url or part.unit) is not None:
             return part
-        is_waiting = part is None or part.state in ("starting", "queued")
+        is_waiting = part is None or part.state in ("starting", "queued") or part.note is None
         note = part.note if part is not None and is_waiting else None
         if note not in (None, shown):
             print_step(f"the chat page is not there yet: {note}")
@@ -102,12 +101,22 @@ def page_of(run: Run) -> Part | None:
         time.sleep(_LOOK_S)
 
 
-def _config(gateway: str, folder: str, deployment: str | None = None, model: str | None = None) -> PageConfig:
+def _config(gateway: str, folder: str) -> PageConfig:
     from penstock.chat.page.config import PageConfig
     from penstock.chat.page.published import PORT
 
-    title = deployment or "penstock"
-    return PageConfig(gateway, "127.0.0.1", PORT, folder, False, deployment=deployment, title=title, model=model)
+    return PageConfig(gateway, "127.0.0.1", PORT, folder, has_login=False)
+
+
+def _config_of(run: Run, gateway: str, folder: str) -> PageConfig:
+    import msgspec
+
+    model, price = run.plan().served_names[0], run.deployment().gateway.price
+    certificate = run.gateway_file().tls_cert if gateway.startswith("https") else None
+    return msgspec.structs.replace(
+        _config(gateway, folder), deployment=run.name, title=run.name, model=model, certificate=certificate,
+        prices={} if price is None else {model: price},
+    )  # fmt: skip
 
 
 def _serve(options: argparse.Namespace, config: PageConfig, key: str | None) -> int:
@@ -128,9 +137,9 @@ def _serve(options: argparse.Namespace, config: PageConfig, key: str | None) -> 
     run = Run(home() / "runs" / config.deployment if config.deployment else Path())
     is_over = threading.Event()
     shown = (options, run, page_address(place, key or None), place, is_over)
-    threading.Thread(target=_show_once, args=shown, daemon=True).start()
+    # Not before the port is ours: the key in the link is for no other program.
     try:
-        page.serve(config)
+        page.serve(config, threading.Thread(target=_show_once, args=shown, daemon=True).start)
     finally:
         is_over.set()
     return 0

@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -66,8 +66,8 @@ def with_key(config: PageConfig, key: str | None) -> PageConfig:
     return msgspec.structs.replace(config, key_file=str(folder / "key"), has_login=True)
 
 
-def serve(config: PageConfig) -> None:
-    """Blocks until SIGTERM or SIGINT; gradio finds the environment that it must.  Raises UserError."""
+def serve(config: PageConfig, on_listening: Callable[[], None] = lambda: None) -> None:
+    """As `server.serve`; gradio finds the environment that it must.  Raises UserError."""
     if not config.has_login and not is_loopback(config.host):
         message = f"cannot serve the chat page on {config.host} without a login: everyone who reaches it could use it"
         raise UserError(message, hint="Listen on 127.0.0.1, or set OPENAI_API_KEY: people then log in with that key.")
@@ -79,7 +79,7 @@ def serve(config: PageConfig) -> None:
     from penstock.chat.page import server  # it imports gradio, which reads the environment
 
     with contextlib.suppress(KeyboardInterrupt):
-        server.serve(config, say)
+        server.serve(config, say, on_listening)
 
 
 def environment(config: PageConfig, before: Mapping[str, str]) -> dict[str, str]:

@@ -93,6 +93,7 @@ async function removeAll(ids, text) {
   const removed = [];
   for (const id of ids) removed.push(await store.read(id));
   await store.remove(ids);
+  ids.forEach((id) => drafts.forget(id));
   tabs.postMessage({ removed: ids });
   if (ids.includes(page.conversation.id)) fresh();
   await refreshHistory();
@@ -191,7 +192,7 @@ whenThere("#penstock-history", (root) => {
     el("div", { class: "foot" }, button("Import", () => file.click()), button("Export all", exportAll),
       button("Delete all", removeEverything), button("?", showKeys, { "aria-label": "Keyboard shortcuts" }), file));
   const logOut = byId("penstock-logout");
-  if (logOut) root.append(logOut);
+  if (logOut) root.querySelector(".foot").prepend(logOut);
   ready.then(refreshHistory);
   closeOnPhone();
 });

@@ -26,8 +26,6 @@ def build(config: PageConfig) -> Any:
             gradio.HTML('<div id="penstock-history"></div>' + (_LOG_OUT if config.has_login else ""))
         with gradio.Sidebar(open=False, position="right", width=320, elem_id="penstock-settings"):
             panel = Panel(config, upstream)
-            if config.has_login:
-                gradio.HTML('<form method="post" action="logout"><button id="penstock-logout">Log out</button></form>')
         gradio.HTML(
             f'<header id="penstock-header"><h1>{escape(config.title)}</h1><div id="penstock-status"></div></header>'
         )

@@ -133,13 +133,13 @@ async function open(id) {
 // What is typed is kept at each key, for each conversation: in this tab, and in the browser for the tab opened next.
 const drafts = {
   box: () => document.querySelector("#penstock-message textarea"),
-  key: () => `penstock.draft.${isEmpty(page.conversation) ? "new" : page.conversation.id}`,
+  key: (id = isEmpty(page.conversation) ? "new" : page.conversation.id) => `penstock.draft.${id}`,
   sync() {
     const box = this.box();
     if (box) [sessionStorage, localStorage].forEach((storage) => keep(storage, this.key(), box.value));
   },
-  forget() {
-    [sessionStorage, localStorage].forEach((storage) => keep(storage, this.key(), ""));
+  forget(id) {
+    [sessionStorage, localStorage].forEach((storage) => keep(storage, this.key(id), ""));
   },
   restore() {
     const box = this.box();
@@ -206,4 +206,3 @@ document.addEventListener("input", (event) => event.target.closest?.("#penstock-
 addEventListener("DOMContentLoaded", lookAgain);
 observer.observe(document.documentElement, { childList: true, subtree: true });
 whenThere("#penstock-message textarea", () => ready.then(() => drafts.restore()));
-whenThere("#penstock-show", (button) => ready.then(() => isEmpty(page.conversation) || button.click()));

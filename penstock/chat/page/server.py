@@ -38,10 +38,14 @@ _UPLOAD_S = 3600  # how long a picture that is not sent stays on the disk
 Say = Callable[[str], None]
 
 
-def serve(config: PageConfig, say: Say) -> None:
-    """Blocks until SIGTERM or SIGINT. `say` writes a line to the log.  Raises UserError where the port is taken."""
+def serve(config: PageConfig, say: Say, on_listening: Callable[[], None]) -> None:
+    """Blocks until SIGTERM or SIGINT. `say` writes a line to the log. From `on_listening` on the port is ours.
+
+    Raises UserError where the port is taken.
+    """
     listening = _listen(config)
     with listening:
+        on_listening()
         app = make_app(config, say)
         settings = uvicorn.Config(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=_END_S, lifespan="on",
@@ -59,7 +63,7 @@ def _listen(config: PageConfig) -> socket.socket:
         listening.listen(1024)
     except OSError as exc:
         listening.close()
-        hint = "Set another ui.port, or end what listens there."
+        hint = "Choose another port (ui.port in the file, `penstock ui --port`), or end what listens there."
         message = f"cannot serve the chat page on {config.host}:{config.port}: {exc.strerror}"
         raise UserError(message, hint=hint) from exc
     return listening
