@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import asyncio
+import http.server
 import os
+import ssl
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ from penstock.chat.page.login import Login
 from penstock.chat.page.proxied import as_sent, clean_prefix, is_same_site
 from penstock.chat.page.server import Status, remove_uploads
 from penstock.chat.page.sessions import Attempts, Sessions, name_of, visitor
+from penstock.chat.page.upstream import Upstream
 from penstock.errors import PenstockError, UserError
 from penstock.wire.answers import HttpError
 from penstock.wire.model_list import ModelCard
@@ -272,3 +277,27 @@ def test_attempts_are_counted_by_address_and_together() -> None:
         attempts.failed(f"{index}", 20.0)
     assert attempts.wait_s("b", 20.0) > 0
     assert attempts.wait_s("a", 90.0) == 0
+
+
+# ---- a gateway that speaks TLS ---------------------------------------------------------------------------------------
+
+
+def test_the_gateways_own_certificate_is_taken_at_its_address(certificate: tuple[Path, Path]) -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = b'{"data": [{"id": "m"}]}'
+            self.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"https://127.0.0.1:{server.server_port}"
+        assert asyncio.run(Upstream(url, str(certificate[0])).models("k")) == (ModelCard("m"),)
+        with pytest.raises(PenstockError, match="certificate"):
+            asyncio.run(Upstream(url).models("k"))
+        server.shutdown()

@@ -196,7 +196,7 @@ def test_a_deployment_without_a_chat_page_gets_one_here(
     shell: Shell, cluster: Cluster, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages = list[Any]()
-    monkeypatch.setattr("penstock.chat.page.__main__.serve", pages.append)
+    monkeypatch.setattr("penstock.chat.page.__main__.serve", lambda config, _: pages.append(config))
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     started("one")
     assert shell("ui", "one", "--port", "0", "--no-open")[0] == 0

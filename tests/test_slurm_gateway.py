@@ -6,7 +6,10 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +133,20 @@ def test_a_gateway_that_waits_is_told_and_down_ends_it(desk: Desk) -> None:
 def test_from_a_laptop_the_tunnel_leads_to_the_job(desk: Desk, tmp_path: Path) -> None:
     laptop = Laptop(desk, tmp_path)
     desk.names.append("one")
-    done = laptop.call("up", laptop.write(), "--set", "gateway.on=job", "--set", "gateway.auth=keys")
+    words = ("gateway.on=job", "gateway.auth=keys", "slurm.controller=job", "ui=true")
+    done = laptop.call("up", laptop.write(), *(word for each in words for word in ("--set", each)))
     assert done.returncode == 0, done
     assert re.search(r"sk-\S+", done.stdout) is not None  # and the owner needs none
     assert laptop.call("chat", "one", "-m", "tell me a story", "--max-tokens", 8).stdout.startswith("1:tell 2:me")
+    child = subprocess.Popen(laptop.argv("ui", "--no-open"), env=laptop.env, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        page, _, key = child.stdout.readline().strip().partition("#key=")
+        with urllib.request.urlopen(page, f"key={key}".encode(), timeout=30) as answer:
+            assert answer.status == 200 and "127.0.0.1" not in desk.status()["ui"]["url"]
+    finally:
+        child.send_signal(signal.SIGINT)
+        assert child.wait(10) == 0
     assert laptop.call("down").returncode == 0
     assert desk.left() == []
 

@@ -64,7 +64,7 @@ def laptop(slurm: Slurm, tmp_path: Path) -> Iterator[Laptop]:
 
 def test_every_verb_works_by_name_from_a_laptop(laptop: Laptop) -> None:
     file = laptop.write()
-    done = laptop.call("up", file, "--set", "engine.args.load-s=0.1")
+    done = laptop.call("up", file, "--set", "engine.args.load-s=0.1", "--set", "ui=true")
     assert done.returncode == 0, done
     assert "one is ready" in done.stdout
     assert "penstock tunnel one" in done.stdout
@@ -81,6 +81,14 @@ def test_every_verb_works_by_name_from_a_laptop(laptop: Laptop) -> None:
         assert child.stdout is not None
         url = child.stdout.readline().split()[3].removesuffix("/v1")
         assert Client(url).chat([{"role": "user", "content": "a b"}], max_tokens=2).text == "1:a 2:b"
+    finally:
+        child.send_signal(signal.SIGINT)
+        assert child.wait(10) == 0
+    child = subprocess.Popen(laptop.argv("ui", "one", "--no-open"), env=laptop.env, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        page = child.stdout.readline().strip().removesuffix("/")
+        assert Client(page).get_text("/health") == "ok\n" and laptop.desk.status()["ui"]["state"] == "running"
     finally:
         child.send_signal(signal.SIGINT)
         assert child.wait(10) == 0

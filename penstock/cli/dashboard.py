@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import getpass
 import html
+import ipaddress
 import os
 import sys
 import webbrowser
@@ -96,11 +98,18 @@ def _open(run: Run, address: PageAddress) -> bool:
     return webbrowser.open(file.as_uri())
 
 
+def _is_near(host: str) -> bool:
+    """Whether other networks do not reach it: loopback, and nodes of a cluster."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_private
+    return host in _LOOPBACK
+
+
 def _explain(address: PageAddress) -> None:
     if address.key is not None:
         print_step(address.meaning)
     place = urlsplit(address.url)
     connection = os.environ.get("SSH_CONNECTION", "").split()
-    if place.hostname in _LOOPBACK and len(connection) == 4:  # man ssh: client address and port, ours
+    if _is_near(place.hostname or "") and len(connection) == 4:  # man ssh: client address and port, ours
         host = f"{getpass.getuser()}@{connection[2]}"
         print_step(f"From your machine: ssh -N -L {place.port}:{place.netloc} {host}")

@@ -236,7 +236,9 @@ def _page_on(login: Login, verb: str, name: str) -> dict[str, str | None]:
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PAGE_S)
     if done.returncode != 0:
         why = (done.stderr or done.stdout).strip()[-500:] or None
-        raise PenstockError(f'could not read the key of the page of "{name}"', detail=why)
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            why = json.loads(done.stderr or done.stdout)["error"]["message"]
+        raise PenstockError(f'could not open the page of "{name}"', detail=why)
     facts: dict[str, str | None] = json.loads(done.stdout)
     return facts
 

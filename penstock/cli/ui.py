@@ -89,7 +89,7 @@ def page_of(run: Run) -> Part | None:
         part = now_state(run, time.time()).ui
         if part is not None and part.state == "running" and (part.url or part.unit) is not None:
             return part
-        is_waiting = part is None or part.state in ("starting", "queued")
+        is_waiting = part is None or part.state in ("starting", "queued") or part.note is None
         note = part.note if part is not None and is_waiting else None
         if note not in (None, shown):
             print_step(f"the chat page is not there yet: {note}")

@@ -108,8 +108,9 @@ class Child:
             self.turn(now)
         except (OSError, PenstockError) as exc:
             print(f"penstock: {self.service.role}: {exc}", flush=True)
-            if self.part.process is None:
-                self.part = msgspec.structs.replace(self.part, note=str(exc))
+            if self.part.process is None:  # a gateway without an address gets one
+                waits = isinstance(exc, PenstockError) and exc.is_retryable
+                self.part = msgspec.structs.replace(self.part, state="queued" if waits else "gone", note=str(exc))
             return False
         return True
 
