@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from penstock.chat.page.markup import Markup, shown
+from penstock.chat.page.markup import Markup, sections, shown
 
 D, E = "\ue000", "\ue001"
 F, G = "\ue002", "\ue003"
@@ -49,7 +49,7 @@ def test_text_that_grows_is_shown_as_the_whole() -> None:
         text = "".join(chance.choices(words, k=chance.randint(1, 14)))
         markup, cuts = Markup(), sorted(chance.choices(range(len(text) + 1), k=3))
         pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert [markup.add(piece) for piece in pieces][-1] == shown(text), text
+        assert [markup.add(piece) for piece in pieces][-1] == sections(text), text
 
 
 @pytest.mark.parametrize(
@@ -73,3 +73,12 @@ def test_code_that_grows_is_not_read_again() -> None:
     for _ in range(400):
         markup.add("x = 1  # <b>\n" * 25)
     assert time.process_time() - begun < 0.2
+
+
+def test_long_text_is_cut_where_nothing_hangs_together() -> None:
+    text = "Some words of a paragraph.\n\n- item\n\n  more of the item\n\n```\ncode\n\ncode\n```\n\n" * 500
+    pieces = sections(text)
+    assert "".join(pieces) == text
+    assert {piece[:10] for piece in pieces} == {"Some words"}
+    assert max(map(len, pieces)) < 13_000
+    assert sections("x" * 50_000) == ["x" * 50_000]

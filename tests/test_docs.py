@@ -88,7 +88,7 @@ health history host html http1 hub hybrid
 init inputs install instances
 kernel key
 leader leftovers levers library lifecycle limits lines link listener live liveness local locks login loop
-main manifests markup measured member merge metric middleware monitoring
+main manifest manifests markup measured member merge metric middleware monitoring
 network nvml
 objects observe offline operations openssh options origins overhead
 pacing packages panel panels parent parse paths placed placement placing plain planning pod pods policies prepare price
@@ -97,7 +97,7 @@ queries queue quota
 ranges reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses retries
 rights rope rules
 scale scheduling schema screen script server service services sessions settings setup shared site snapshot snippet
-solve sse startup
+solve source sse startup
 static statistics stats status stop store strategic structs supervisor svg sweep sync synthetic
 tab terminal theme timestamps top topology totals traffic tunnel tunnels
 ui unit upstream upstreams

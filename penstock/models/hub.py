@@ -100,6 +100,15 @@ def in_cache(path: str) -> InCache | None:
     return None if match is None else InCache(match[1], match[2], match[3], match[4] or "")
 
 
+def check_inside(path: Path, folder: Path) -> None:
+    """Refuse a link that leads out of the folder, or, in a hub's cache, out of that cache.  Raises ValueError."""
+    real = folder.resolve()
+    place = in_cache(str(real))
+    root = Path(place.cache) if place is not None else real
+    if not path.resolve().is_relative_to(root):
+        raise ValueError(f"it is a link out of {root}")
+
+
 def read_json(name: str, path: str) -> tuple[dict[str, Any], str | None]:
     """A JSON file of a repository, and its commit.  Raises HubError."""
     library = _library(name)
@@ -151,6 +160,19 @@ def list_sizes(name: str, patterns: Sequence[str], revision: str | None = None) 
     files = {file.rfilename: int(file.size or 0) for file in facts.siblings or ()}
     wanted = {path: size for path, size in files.items() if any(fnmatch.fnmatch(path, glob) for glob in patterns)}
     return str(facts.sha), wanted
+
+
+def list_hashes(name: str, revision: str | None = None) -> tuple[str, dict[str, tuple[int, str | None, str | None]]]:
+    """The commit of a revision, and of each of its files bytes, SHA-256 (of an LFS file) or SHA-1 (of a git blob), in
+    hexadecimal; a mirror may leave them out.  Raises HubError."""
+    api = _library(name).HfApi(endpoint=endpoint(), library_name="penstock", library_version=__version__)
+    facts = _asked(name, lambda: api.model_info(name, revision=revision, files_metadata=True))
+    rows = {}
+    for file in facts.siblings or ():
+        lfs = file.lfs
+        size = lfs.size if lfs is not None else file.size
+        rows[str(file.rfilename)] = (int(size or 0), lfs and str(lfs.sha256), None if lfs else file.blob_id)
+    return str(facts.sha), rows
 
 
 def list_files(name: str) -> list[str]:

@@ -1,0 +1,185 @@
+"""Where a model's files come from, and what they are: names, sizes and hashes, before a byte of them is fetched.
+
+`parse` reads what a user typed, `resolve` asks the source. A new kind of source is one file and a row in each table:
+`resolve(source) -> Listing` of all its files, and `fetch_file(listing, name, part, progress)`, which writes the bytes
+of one file to the path `part`, after those that are in it already, calls `progress` with the number of each piece, and
+raises PenstockError with `is_retryable`. It hashes nothing and renames nothing: models/fetch.py does.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import re
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from penstock.errors import UserError
+from penstock.models import files, hub
+
+Kind = Literal["hub", "modelscope", "store", "folder"]
+# What resolves a kind of source.
+RESOLVERS: dict[Kind, str] = {
+    "hub": "penstock.models.sources:list_hub",
+    "modelscope": "penstock.models.modelscope:resolve",
+    "store": "penstock.models.object_store:resolve",
+    "folder": "penstock.models.sources:list_folder",
+}
+# What fetches one file of it; models/fetch.py fetches those of a hub through its package.
+FETCHERS: dict[Kind, str] = {
+    "modelscope": "penstock.models.modelscope:fetch_file",
+    "store": "penstock.models.object_store:fetch_file",
+}
+# Files that run code of their author when they are loaded: https://docs.python.org/3/library/pickle.html
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_STORES = ("s3://", "gs://", "az://")
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+# hf://org/name@revision/file.gguf, org/name:Q4_K_M
+_REPOSITORY = re.compile(rf"({_NAME}/{_NAME})(?:@([A-Za-z0-9._-]+))?(?::([A-Za-z0-9._-]+)|/(.+))?\Z")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
+# Copies of the weights, or of other programs' forms of them.
+_NOT_OURS = ("original/*", "onnx/*", "openvino/*", "coreml/*", ".*", "*/.*")
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Where a model is. `name`: "org/name" of a hub, the whole URL of a store, an absolute path. `inside`: a GGUF file
+    of a repository, or the word in its name ("Q4_K_M")."""
+
+    kind: Kind
+    name: str
+    revision: str | None = None
+    inside: str | None = None
+
+    def __str__(self) -> str:
+        front = {"hub": "hf://", "modelscope": "ms://"}.get(self.kind, "")
+        return f"{front}{self.name}" + (f"@{self.revision}" if self.revision else "")
+
+
+class RemoteFile(msgspec.Struct, frozen=True):
+    """`sha256` or `git_sha1` (of a git blob), hexadecimal, where the source tells one. `url`: where the bytes are, for
+    sources whose fetcher needs it."""
+
+    size: int
+    sha256: str | None = None
+    git_sha1: str | None = None
+    url: str | None = None
+
+
+class Listing(msgspec.Struct, frozen=True):
+    """What a source has: `commit` names exactly these bytes (a commit, or "" where the source has no versions)."""
+
+    source: Source
+    commit: str
+    files: dict[str, RemoteFile]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(file.size for file in self.files.values())
+
+
+def parse(text: str, revision: str | None = None) -> Source:
+    """ "org/name", "hf://org/name@v1", "ms://org/name", "s3://bucket/prefix", "file:///a", "./folder" -> Source.
+
+    A folder that exists wins over a hub id of the same form. `revision` overrules the one in `text`. Raises UserError.
+    """
+    if text.startswith(_STORES):
+        return Source("store", text.rstrip("/"), revision)
+    path = Path(text.removeprefix("file://")).expanduser()
+    if path.is_dir() or text.startswith(("file://", "/", "./", "../", "~")):
+        if not path.exists():
+            raise UserError(f'cannot fetch model "{text}": no such folder', hint="Check the path.")
+        return Source("folder", str(path.resolve()))
+    kind: Kind = "modelscope" if text.startswith("ms://") else "hub"
+    match = _REPOSITORY.match(text.removeprefix("ms://").removeprefix("hf://"))
+    if match is None or ".." in text:
+        raise UserError(
+            f'cannot fetch model "{text}": it is no model\'s name',
+            hint="A hub id (org/name, hf://org/name@revision), ms://org/name, s3:// gs:// az://, or a folder.",
+        )
+    return Source(kind, match[1], revision or match[2], match[3] or match[4])
+
+
+def resolve(source: Source, allow_pickle: bool = False, with_code: bool = False) -> Listing:
+    """The commit and the files that an engine needs, with sizes and hashes. Asks the source; blocks.
+
+    `with_code`: Python files of the repository too.  Raises UserError: no such model, gated, an unsafe file name, only
+    pickled weights.
+    """
+    module, function = RESOLVERS[source.kind].split(":")
+    resolver: Callable[[Source], Listing] = getattr(importlib.import_module(module), function)
+    listing = resolver(source)
+    check_names(str(source), listing.files)
+    names = set(choose(str(source), tuple(listing.files), source.inside, allow_pickle, with_code))
+    return msgspec.structs.replace(listing, files={n: file for n, file in sorted(listing.files.items()) if n in names})
+
+
+def check_names(what: str, names: Collection[str]) -> None:
+    """Refuse names that would lead out of a folder, or that a terminal would obey.  Raises UserError. Pure."""
+    for name in names:
+        parts = name.split("/")
+        if not name or len(name) > 500 or _CONTROL.search(name) or {"", ".", ".."} & set(parts) or ":" in parts[0]:
+            raise UserError(f'cannot fetch "{what}": it has a file with the unsafe name {name[:100]!r}')
+
+
+def choose(
+    what: str, names: Sequence[str], inside: str | None = None, allow_pickle: bool = False, with_code: bool = False
+) -> list[str]:
+    """The files that an engine reads, of all those of a model: its weights once, and what goes with them. Pure.
+
+    Safetensors win over GGUF, which win over pickled weights.  Raises UserError without weights, and for pickles.
+    """
+    usable = [name for name in names if not _matches(name, _NOT_OURS)]
+    texts = [name for name in usable if _matches(name, files.PATTERNS["safetensors"][1:])]
+    texts += [name for name in usable if with_code and name.endswith(".py")]
+    if inside is not None:
+        wanted = inside.replace("-00001-of-", "-*-of-").lower()
+        weights = [n for n in usable if n.lower().endswith(".gguf") and fnmatch.fnmatch(n.lower(), wanted)]
+        weights = weights or [n for n in usable if n.lower().endswith(".gguf") and wanted in n.lower()]
+    elif tensors := [name for name in usable if name.endswith(".safetensors")]:
+        top = [name for name in tensors if "/" not in name] or tensors
+        # As vLLM filters them (`default_loader.py`): Mistral's consolidated.* repeats the others, where both are.
+        weights = [name for name in top if not name.startswith("consolidated")] or top
+    else:
+        weights = files.choose_gguf(usable)
+    pickles = [name for name in usable if name.endswith(PICKLES)]
+    if not weights and pickles and allow_pickle:
+        weights = pickles
+    if not weights:
+        raise UserError(
+            f'cannot fetch "{what}": it has no file of weights that an engine loads',
+            detail=f"Its weights are pickled ({pickles[0]}), which can run code when they are loaded."
+            if pickles
+            else None,
+            hint="Choose a repository with safetensors, or set cache.allow_pickle: true if you trust its author."
+            if pickles
+            else None,
+        )
+    return sorted({*weights, *texts})
+
+
+def list_hub(source: Source) -> Listing:
+    """The files of a hub's repository, and the commit of `revision` (the main branch without one).  Raises HubError."""
+    commit, rows = hub.list_hashes(source.name, source.revision)
+    return Listing(source, commit, {name: RemoteFile(*row) for name, row in rows.items()})
+
+
+def list_folder(source: Source) -> Listing:
+    """The files below a folder of this machine.  Raises UserError for links that leave it."""
+    folder = Path(source.name)
+    if folder.is_file():
+        return Listing(source, "", {folder.name: RemoteFile(folder.stat().st_size, url=str(folder))})
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    for path in paths:
+        try:
+            hub.check_inside(path, folder)
+        except ValueError as exc:
+            raise UserError(f'cannot use "{path}": {exc}') from exc
+    found = {str(path.relative_to(folder)): RemoteFile(path.stat().st_size, url=str(path)) for path in paths}
+    return Listing(source, "", found)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
