@@ -7,6 +7,7 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 
 import msgspec
 
@@ -14,7 +15,9 @@ from penstock.engines import (
     KEY_VARIABLE,
     Command,
     Diagnosis,
+    Disk,
     Engine,
+    LoadChoice,
     Metrics,
     Missing,
     Place,
@@ -22,7 +25,7 @@ from penstock.engines import (
     explain,
     how_it_ended,
 )
-from penstock.engines.vllm import names
+from penstock.engines.vllm import load_format, names
 from penstock.errors import NotModelled, Problem
 from penstock.planner import Plan
 from penstock.planner.architecture import dense
@@ -88,6 +91,23 @@ class Vllm(Engine):
         if _traces_spans(plan) and _lacks_traces():
             return ("gateway.traces: vLLM's own spans are left out, its Python has no package opentelemetry",)
         return ()
+
+    def can_choose_load(self, plan: Plan) -> bool:
+        if plan.model.form != "safetensors" or any(bare_flag(key) in names.LOAD_FLAGS for key in plan.args):
+            return False
+        if not _is_since(plan.engine_version, names.LOAD_SINCE):
+            return False
+        folder = Path(plan.model.path)
+        try:
+            is_torchao = names.TORCHAO in (folder / "config.json").read_text("utf-8")
+        except (OSError, ValueError):
+            return False
+        return not is_torchao and not any(folder.glob(names.CONSOLIDATED))
+
+    def choose_load(self, plan: Plan, disk: Disk) -> LoadChoice:
+        optional = (names.INSTANTTENSOR_PACKAGE, names.STREAMER_PACKAGE)
+        packages = tuple(name for name in optional if importlib.util.find_spec(name) is not None)
+        return load_format.choose(disk, load_format.Setting(plan.device, plan.n_nodes, packages))
 
     def input_modalities(self, plan: Plan) -> tuple[str, ...]:
         if _is_given(plan, "text_only"):
@@ -191,7 +211,7 @@ def _node_flags(plan: Plan, place: Place) -> list[str]:
 
 def _bucket_flags(plan: Plan) -> list[str]:
     """Histograms with bounds for fast models and with the promised latencies among them."""
-    if _is_given(plan, "buckets") or not _has_buckets(plan.engine_version):
+    if _is_given(plan, "buckets") or not _is_since(plan.engine_version, names.BUCKETS_SINCE):
         return []
     gaps_s, firsts_s = set(names.TOKEN_GAP_BUCKETS_S), set(names.FIRST_TOKEN_BUCKETS_S)
     gaps_s |= {plan.tpot_ms / 1000} if plan.tpot_ms else set()
@@ -200,9 +220,9 @@ def _bucket_flags(plan: Plan) -> list[str]:
     return [names.FLAGS["buckets"], json.dumps(families, separators=(",", ":"))]
 
 
-def _has_buckets(version: str) -> bool:
+def _is_since(version: str, least: tuple[int, int]) -> bool:
     try:
-        return parse_version(version)[:2] >= names.BUCKETS_SINCE
+        return parse_version(version)[:2] >= least
     except NotModelled:  # a build of one's own
         return False
 
