@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.errors import Problem
+from penstock.models.read_rate import Reading
 from penstock.planner import Plan
 from penstock.spec.deployment import Scalar
 from penstock.wire.announcement import Progress
@@ -85,6 +86,21 @@ class Diagnosis(msgspec.Struct, frozen=True):
     line: str | None = None
 
 
+class Disk(msgspec.Struct, frozen=True):
+    """What a node knows of the model's files before a start: bytes of all, how they read, the memory that is free."""
+
+    n_bytes: int
+    reading: Reading
+    free_bytes: int
+
+
+class LoadChoice(msgspec.Struct, frozen=True):
+    """How an engine shall load: flags as `engine.args` has them, and why, as the end of a sentence."""
+
+    why: str
+    args: dict[str, Scalar | list[Scalar]] = {}
+
+
 class Death(NamedTuple):
     """A line of an engine's log that explains its end; {0}, {1} in `reason` and `hint` are its groups."""
 
@@ -117,7 +133,7 @@ class Family(NamedTuple):
 
 
 class Engine(ABC):
-    """The seam. Everything but `missing` and `version` is pure."""
+    """The seam. Everything but `missing`, `version`, `can_choose_load` and `choose_load` is pure."""
 
     name: str
     package: str | None = None  # what is installed where it can run, by its import name
@@ -149,6 +165,14 @@ class Engine(ABC):
     def warnings(self, plan: Plan) -> tuple[str, ...]:
         """What this engine, as it is installed here, cannot do for a plan that it will serve."""
         return ()
+
+    def can_choose_load(self, plan: Plan) -> bool:
+        """Whether it has several ways to load this plan's files, and the deployment file leaves the choice open."""
+        return False
+
+    def choose_load(self, plan: Plan, disk: Disk) -> LoadChoice:
+        """How to load from that disk; only where `can_choose_load`."""
+        return LoadChoice("the engine's own way")
 
     def input_modalities(self, plan: Plan) -> tuple[str, ...]:
         """What its requests may hold: ("text",) or ("text", "image"); empty where it is not known."""

@@ -8,6 +8,7 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 
 import msgspec
 
@@ -15,7 +16,9 @@ from penstock.engines import (
     KEY_VARIABLE,
     Command,
     Diagnosis,
+    Disk,
     Engine,
+    LoadChoice,
     Metrics,
     Missing,
     Place,
@@ -23,7 +26,7 @@ from penstock.engines import (
     explain,
     how_it_ended,
 )
-from penstock.engines.vllm import names
+from penstock.engines.vllm import load_format, names
 from penstock.errors import NotModelled, Problem
 from penstock.planner import Plan
 from penstock.planner.architecture import dense
@@ -90,6 +93,23 @@ class Vllm(Engine):
         if _traces_spans(plan) and _lacks_traces():
             return ("gateway.traces: vLLM's own spans are left out, its Python has no package opentelemetry",)
         return ()
+
+    def can_choose_load(self, plan: Plan) -> bool:
+        if plan.model.form != "safetensors" or any(bare_flag(key) in names.LOAD_FLAGS for key in plan.args):
+            return False
+        if not _is_since(plan.engine_version, names.LOAD_SINCE):
+            return False
+        folder = Path(plan.model.path)
+        try:
+            is_torchao = names.TORCHAO in (folder / "config.json").read_text("utf-8")
+        except (OSError, ValueError):
+            return False
+        return not is_torchao and not any(folder.glob(names.CONSOLIDATED))
+
+    def choose_load(self, plan: Plan, disk: Disk) -> LoadChoice:
+        optional = (names.INSTANTTENSOR_PACKAGE, names.STREAMER_PACKAGE)
+        packages = tuple(name for name in optional if importlib.util.find_spec(name) is not None)
+        return load_format.choose(disk, load_format.Setting(plan.device, plan.n_nodes, packages))
 
     def input_modalities(self, plan: Plan) -> tuple[str, ...]:
         if _is_given(plan, "text_only"):

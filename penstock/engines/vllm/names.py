@@ -38,7 +38,23 @@ FLAGS = {
     "text_only": "--language-model-only",
     "buckets": "--custom-histogram-buckets",
     "traces": "--otlp-traces-endpoint",
+    "load_format": "--load-format",
+    "load_strategy": "--safetensors-load-strategy",
+    "load_extra": "--model-loader-extra-config",
 }
+
+# How weights are read (`config/load.py`, the same in 0.30 to 0.33), and the packages that some formats need: 0.33
+# brings instanttensor, `vllm[runai]` the streamer.
+LOAD_SINCE = (0, 30)
+PREFETCH = "prefetch"
+INSTANTTENSOR, INSTANTTENSOR_PACKAGE = "instanttensor", "instanttensor"
+STREAMER, STREAMER_PACKAGE = "runai_streamer", "runai_model_streamer"
+# With any of these in `engine.args` the file has chosen.
+LOAD_FLAGS = ("load-format", "safetensors-load-strategy", "model-loader-extra-config")
+# Files that vLLM reads in place of *.safetensors with no format given, with other names for the tensors.
+CONSOLIDATED = "consolidated*.safetensors"
+# Checkpoints of it need the strategy that vLLM sets for them.
+TORCHAO = "torchao"
 
 # From this version on histograms can have other buckets, by family (`v1/metrics/buckets.py`). vLLM's own bounds of the
 # time between tokens begin at 10 ms, where a fast model has all of its tokens; those to the first token are vLLM's own.
