@@ -39,6 +39,8 @@ _HEADERS = {
     "referrer-policy": "same-origin",  # with no-referrer, a form of ours says "Origin: null"
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
 }
+# Gradio lets pages of other names and ports read its answers with the visitor's cookie.
+_CORS = ("access-control-allow-origin", "access-control-allow-credentials")
 # Where a proxy does not tell its address, the page knows better where it is than gradio, which asks at `root`.
 _BEFORE = b"<script>window.gradio_api_info"
 _ROOT = b"<script>gradio_config.root = location.origin + location.pathname.replace(/\\/[^/]*$/, '')</script>"
@@ -131,9 +133,10 @@ class Login:
             if scope["type"] != "http":  # a WebSocket: the page has none
                 await send({"type": "websocket.close"})
                 return
+            asked = Headers(scope=scope).get("host", "")
             scope = as_sent(scope, self._config.root_path)
             send = _with_headers(send)
-            refusal = self._admit(scope)
+            refusal = self._admit(scope, asked)
             if refusal is not None:
                 await refusal(scope, receive, send)
             elif scope["path"] == f"{scope['root_path']}/" and scope["method"] == "GET":
@@ -145,8 +148,11 @@ class Login:
 
         return call
 
-    def _admit(self, scope: dict[str, Any]) -> Response | None:
-        """None: the request goes on, with its visitor in the scope; else the answer."""
+    def _admit(self, scope: dict[str, Any], asked: str) -> Response | None:
+        """None: the request goes on, with its visitor in the scope; else the answer.
+
+        `asked`: Host as it came, since a foreign page may send X-Forwarded-Host to its own name.
+        """
         headers, prefix = Headers(scope=scope), scope["root_path"]
         path = scope["path"].removeprefix(prefix)
         if not path:
@@ -154,7 +160,7 @@ class Login:
         if scope["method"] not in ("GET", "HEAD") and not is_same_site(headers):
             return PlainTextResponse("a page of another site may not send this\n", status_code=403)
         if not self._config.has_login:
-            if not self._is_own_host(headers.get("host", "")):
+            if not (self._is_own_host(asked) and self._is_own_host(headers.get("host", ""))):
                 text = "without a login Host must be loopback: set ui.login: keys, or ui.root_path behind a proxy\n"
                 return PlainTextResponse(text, status_code=403)
             scope.setdefault("state", {})["visitor"] = Visitor(None, self._shared_key, lambda _: None)
@@ -203,6 +209,8 @@ def _with_headers(send: _Send) -> _Send:
     async def with_headers(message: Any) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(raw=message.setdefault("headers", []))
+            for name in _CORS:
+                del headers[name]
             for name, value in _HEADERS.items():
                 headers[name] = value
             if headers.get("content-type", "").startswith("text/event-stream"):
