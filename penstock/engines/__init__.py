@@ -45,7 +45,8 @@ class Among(msgspec.Struct, frozen=True):
 
 class Place(msgspec.Struct, frozen=True):
     """What only the node knows: where to listen, a private folder (short path, removed afterwards), the Python.
-    `key`: every call must bring it, since `host` is not loopback. `env`: what the network between nodes needs."""
+    `key`: every call must bring it, since `host` is not loopback. `env`: what the network between nodes needs.
+    `cache`: a folder for what it compiles, kept for its next start."""
 
     host: str
     port: int
@@ -54,14 +55,19 @@ class Place(msgspec.Struct, frozen=True):
     key: str | None = None
     among: Among | None = None
     env: dict[str, str] = {}
+    cache: str | None = None
 
 
 class Command(msgspec.Struct, frozen=True):
-    """A process to start. `env` is added to the node's own; `files` (relative to the private folder) come first."""
+    """A process to start. `env` is added to the node's own; `files` (relative to the private folder) come first.
+    `defaults`: variables that the node's own environment may set otherwise. `links`: symbolic links to make where they
+    are absent, with the folders that they lead to."""
 
     argv: tuple[str, ...]
     env: dict[str, str] = {}
     files: dict[str, str] = {}
+    defaults: dict[str, str] = {}
+    links: dict[str, str] = {}
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -139,6 +145,7 @@ class Engine(ABC):
     families: Mapping[str, Family] = {}  # by the name on its page
     renamed: Mapping[str, str] = {}  # names of older versions -> the present ones
     vital_roles: tuple[str, ...] = ()  # how the titles of forked processes begin that it cannot live without
+    cache_variable: str | None = None  # set by a user who keeps what the engine compiles elsewhere
     can_cross_nodes: bool = False  # whether one replica may take several machines
 
     @abstractmethod

@@ -16,7 +16,7 @@ from penstock.engines import Among, Command, Diagnosis, Engine, Place
 from penstock.hardware.network import free_port
 from penstock.hardware.node_facts import this_node
 from penstock.log_lines import last_words
-from penstock.node import gpu_locks, load_choice, model_files
+from penstock.node import engine_cache, gpu_locks, load_choice, model_files
 from penstock.node.announcer import AdminClient
 from penstock.node.engine_process import EngineProcess
 from penstock.node.gpu_memory import GpuMemory
@@ -105,12 +105,14 @@ class NodeProcesses:
         self.segments: set[str] = set()  # files in /dev/shm
         self._ray: EngineProcess | None = None
         self._gpu_memory: GpuMemory | None = None
+        self._cache: str | None = None
         self.engine: EngineProcess | None = None
 
     def use(self, plan: Plan, args: NodeArgs) -> None:
         """The resolved prerequisites; before anything is started."""
         self._plan, self._args = plan, args
         self._gpu_memory = GpuMemory(args.gpus) if plan.device == "cuda" else None
+        self._cache = engine_cache.folder_for(self._engine, plan, os.environ | plan.env)
 
     def start_engine(self, host: str, key: str | None, formation: Formation | None, on_line: OnLine | None) -> str:
         """Start this node's engine process; the base URL where it will listen (rank 0 only serves)."""
@@ -213,7 +215,7 @@ class NodeProcesses:
             env |= addresses.network_environment(node)
             if self._plan.executor == "ray":
                 env |= ray.environment(f"{formation.head.address}:{formation.ray_port}", str(self._folder("r")))
-        return Place(host, port, str(self._folder(part)), sys.executable, key, among, env)
+        return Place(host, port, str(self._folder(part)), sys.executable, key, among, env, self._cache)
 
     def _run(self, command: Command, folder: str, on_line: OnLine | None = None) -> EngineProcess:
         rank = str(self._args.rank) if self._plan.n_nodes > 1 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.util
 import json
 from collections.abc import Sequence
@@ -54,6 +55,7 @@ class Vllm(Engine):
     )
     prefix, families, renamed = names.PREFIX, names.FAMILIES, names.RENAMED
     vital_roles = names.VITAL
+    cache_variable = names.CACHE_ROOT
     can_cross_nodes = True
 
     def missing(self) -> Missing | None:
@@ -134,7 +136,8 @@ class Vllm(Engine):
         if plan.device == "cpu":
             env |= _cpu_environment(plan, place)
             files = _shims(plan)
-        return Command(tuple(argv), env | plan.env | place.env, files)
+        defaults, links = _caches(plan, place.cache) if place.cache is not None else ({}, {})
+        return Command(tuple(argv), env | plan.env | place.env, files, defaults, links)
 
     def read(self, line: str, seen: Seen, plan: Plan) -> Seen:
         shards = names.SHARDS.search(line)
@@ -270,6 +273,19 @@ def _cpu_environment(plan: Plan, place: Place) -> dict[str, str]:
         # vLLM's own binding wants a NUMA node for each rank and refuses otherwise.
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return env
+
+
+def _caches(plan: Plan, folder: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Variables and links: all starts share what was compiled, whose names tell the settings apart. The start-up plan's
+    do not: they leave out the share of the GPU's memory, and applying the KV cache of another share overfills the GPU.
+    """
+    args = {key: value for key, value in plan.args.items() if bare_flag(key) not in names.WEIGHTLESS}
+    settings = (plan.model.path, plan.layout, plan.max_model_len, plan.gpu_memory_utilization, args, plan.env)
+    root = f"{folder}/start-{hashlib.sha256(msgspec.json.encode(settings, order='sorted')).hexdigest()[:16]}"
+    variables = {names.CACHE_ROOT: root, **{name: f"{folder}/{part}" for name, part in names.CACHES.items()}}
+    if _is_since(plan.engine_version, names.STARTUP_PLAN_SINCE):
+        variables |= names.STARTUP_PLAN
+    return variables, {f"{root}/{part}": f"{folder}/{part}" for part in names.SHARED_CACHES}
 
 
 def _shims(plan: Plan) -> dict[str, str]:

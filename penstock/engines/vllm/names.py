@@ -72,6 +72,23 @@ FIRST_TOKEN_BUCKETS_S = (
 TRACES_PROTOCOL = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
 TRACES_PACKAGE = "opentelemetry.exporter.otlp.proto.http"
 
+# What it keeps between starts (`envs.py`; https://triton-lang.org/main/programming-guide/chapter-3/debugging.html;
+# https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars). FlashInfer's folder also has kernels that sites
+# without internet put there, so it stays where it is.
+CACHE_ROOT = "VLLM_CACHE_ROOT"
+CACHES = {
+    "TRITON_CACHE_DIR": "triton",
+    "DG_JIT_CACHE_DIR": "deep_gemm",
+    "VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR": "flashinfer_autotune",
+    "CUDA_CACHE_PATH": "cuda",
+}
+# Folders in CACHE_ROOT whose entries have the settings in their names.
+SHARED_CACHES = ("torch_compile_cache", "modelinfos")
+# `v1/worker/startup_plan.py`: the KV cache of an earlier start in place of a measurement, while as much memory is free.
+# Its fingerprint has version, model, layout and GPU, but not gpu_memory_utilization (`config/cache.py`, compute_hash).
+STARTUP_PLAN_SINCE = (0, 32)
+STARTUP_PLAN = {"VLLM_ENABLE_STARTUP_PLAN": "1"}
+
 # Asked every second by the node: two lines a second would fill the log.
 UNLOGGED_ROUTES = "/health,/metrics"
 
@@ -299,7 +316,7 @@ MILESTONES = (
     Milestone(
         re.compile(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x"), None, None, ("concurrency",)
     ),
-    Milestone(re.compile(r"Starting torch\.compile"), "compile", 0.72),
+    Milestone(re.compile(r"Starting torch\.compile|Directly load (?:AOT compil|the )"), "compile", 0.72),
     Milestone(re.compile(r"torch\.compile (?:takes|took) ([\d.]+) s"), "compile", 0.75, ("compile_s",)),
     Milestone(re.compile(r"Capturing CUDA graphs"), "graphs", 0.85),
     Milestone(re.compile(r"Graph capturing finished in ([\d.]+) secs"), "graphs", 0.9, ("graphs_s",)),
