@@ -325,7 +325,7 @@ def _shard_progress(groups: Sequence[str | None], plan: Plan) -> Progress:
 
 
 def _load_progress(share: float, clocks: Sequence[str | None], plan: Plan) -> Progress:
-    """Of the weights, from the share that is loaded. `clocks`: hours, minutes, seconds since it began, and until its end."""
+    """Of the weights, from the share that is loaded. `clocks`: hours, minutes, seconds that passed; then those left."""
     if clocks[1] is None:
         return Progress("weights", fraction=0.5 + 0.2 * share)
     elapsed_s, left_s = _clock(*clocks[:3]), _clock(*clocks[3:])
