@@ -64,6 +64,22 @@ def test_nothing_for_a_while_is_an_empty_batch_and_closing_closes_the_source() -
     assert source.is_closed
 
 
+def test_what_comes_while_a_batch_is_shown_is_not_lost_when_the_source_ends() -> None:
+    async def late() -> AsyncGenerator[int, None]:
+        yield 1
+        await asyncio.sleep(0.005)
+        yield 2
+
+    async def read() -> list[list[int]]:
+        seen = []
+        async for batch in batches(late(), 0.001):
+            seen.append(batch)
+            await asyncio.sleep(0.02)
+        return seen
+
+    assert [piece for batch in asyncio.run(read()) for piece in batch] == [1, 2]
+
+
 def test_a_cancelled_reader_closes_the_source() -> None:
     source = Source(None)
 

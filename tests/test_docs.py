@@ -78,7 +78,7 @@ NO_MESSAGES = ("penstock/testing/", "penstock/bench/datasets/tokenizers.py")
 PLAIN = """
 access addresses admin agent amx announcer answering api archive arguments arrivals
 blocks board boards body bootstrap bundle
-calibrate calibration capacity catalog changes checks child collectives compare compiled completion config
+calibrate calibration capacity catalog changes checks child choice collectives compare compiled completion config
 conformance connections conversation cost cpu
 dashboard decide dense detached detect doctor driver
 elsewhere ending entry errors estimate event examine exchanges explain export expressions
@@ -94,8 +94,8 @@ objects observe offline operations openssh options origins overhead
 pacing packages panel panels parent parse paths placed placement placing plain planning pod pods policies prepare price
 progress prometheus promql proxied published public
 queries queue quota
-ranges reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses retries
-rights rope rules
+ranges rate reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses
+retries rights rope rules
 scale scheduling schema screen script server service services sessions settings setup shared site snapshot snippet
 solve source sse startup
 static statistics stats status stop store strategic structs supervisor svg sweep sync synthetic

@@ -17,6 +17,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from penstock.chat.page.config import PageConfig
 from penstock.chat.page.proxied import as_sent, clean_prefix, is_same_site
 from penstock.chat.page.sessions import KEPT_S, Attempts, Sessions, Visitor, visitor
+from penstock.chat.page.theme import ICON
 from penstock.errors import PenstockError
 from penstock.paths import read_token
 from penstock.spec.gateway import is_loopback
@@ -111,7 +112,11 @@ class Login:
         return "", 200
 
     def _form(self, reason: str, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-        text = self._page.replace("{title}", html.escape(self._config.title)).replace("{reason}", html.escape(reason))
+        text = (
+            self._page.replace("{icon}", ICON)
+            .replace("{title}", html.escape(self._config.title))
+            .replace("{reason}", html.escape(reason))
+        )
         return HTMLResponse(text, status, headers)
 
     # ---- before every request ----------------------------------------------------------------------------------------
@@ -221,7 +226,7 @@ def _with_root(send: _Send) -> _Send:
         body.append(message.get("body", b""))
         if message.get("more_body"):
             return
-        text = b"".join(body).replace(_BEFORE, _ROOT + _BEFORE, 1)
+        text = b"".join(body).replace(_BEFORE, ICON.encode() + _ROOT + _BEFORE, 1)
         MutableHeaders(raw=start[0]["headers"])["content-length"] = str(len(text))
         await send(start[0])
         await send({"type": "http.response.body", "body": text})

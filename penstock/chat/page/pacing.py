@@ -47,6 +47,8 @@ async def batches(
             pieces.clear()
             if batch or not reading.done():
                 yield batch
+        if pieces:  # they came, and the source ended, while the last batch was shown
+            yield pieces.copy()
         if reading.done():
             reading.result()
     finally:
