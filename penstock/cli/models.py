@@ -96,8 +96,7 @@ def _confirmed(question: str) -> bool:
 
 
 def _here() -> tuple[list[Kept], list[Use]]:
-    """The models here, also in caches that deployments name, and those that running deployments use. Deployments in
-    pods do not count: they have volumes."""
+    """The models here, also in caches that deployments name, and those that running deployments use."""
     from penstock import run_folder
     from penstock.models import kept
     from penstock.models.kept import Use
@@ -106,8 +105,6 @@ def _here() -> tuple[list[Kept], list[Use]]:
     for run in run_folder.every():
         with contextlib.suppress(PenstockError):  # a damaged run folder
             deployment = run.deployment()
-            if deployment.target == "kubernetes":
-                continue
             if deployment.cache.folder is not None:
                 caches.append(Path(deployment.cache.folder))
             if not run.is_ended():
