@@ -285,9 +285,14 @@ ITERATIONS = (
     "vllm:num_preemptions_total",
 )
 
+_CLOCKS = r"(?: \[(?:(\d+):)?(\d+):(\d+)<(?:(\d+):)?(\d+):(\d+))?"
 SHARDS = re.compile(
-    r"Loading (?:safetensors|pt|bin)[^:]* checkpoint shards:\s+\d+% Completed \| (\d+)/(\d+)"
-    r"(?: \[(?:(\d+):)?(\d+):(\d+)<(?:(\d+):)?(\d+):(\d+))?"
+    r"(?:Loading (?:safetensors|pt|bin)[^:]* checkpoint|Multi-thread loading(?: pt checkpoint)?) shards:\s+"
+    r"\d+% Completed \| (\d+)/(\d+)" + _CLOCKS
+)
+# Formats that count tensors or bytes.
+STREAMED = re.compile(
+    r"Loading safetensors using (?:Runai Model Streamer|\w+ loader):\s+(\d+)% Completed \| \S+/\S+" + _CLOCKS
 )
 
 
