@@ -86,7 +86,7 @@ facts failures fake fetch fields figures fit flags folder footers forwarding
 google grafana guard
 health history host html http1 hub hybrid
 init inputs install instances
-kernel key
+kept kernel key
 leader leftovers levers library lifecycle limits lines link listener live liveness local locks login loop
 main manifest manifests markup measured member merge metric middleware monitoring
 network nvml
