@@ -70,8 +70,8 @@ def test_the_load_follows_from_what_was_measured(
 
 
 def test_a_rate_becomes_a_time_in_words() -> None:
-    assert expected(131 * GIB, 2.1e9, "ext4") == "131 GiB at 2.10 GB/s on ext4: about 1m06s"
-    assert expected(GIB, 1e9, "") == "1.0 GiB at 1.00 GB/s: about 1.1 s"
+    assert expected(131 * GIB, 2.1e9, "ext4") == "131 GiB at 2.10 GB/s on ext4: about 1m06s to read"
+    assert expected(GIB, 1e9, "") == "1.0 GiB at 1.00 GB/s: about 1.1 s to read"
 
 
 def test_the_file_system_is_that_of_the_deepest_mount() -> None:
@@ -152,14 +152,15 @@ def test_a_choice_becomes_flags_and_words(model_file: Path) -> None:
     command = Vllm().command(chosen.plan, Place("127.0.0.1", 1, "/tmp/x", "python"))
     assert " ".join(command.argv).endswith("--seed 7 --load-format instanttensor")
     assert chosen.text == (
-        "131 GiB at 2.10 GB/s on ext4: about 1m06s; instanttensor, since ext4 gives 2.1 GB/s past the page cache"
+        "131 GiB at 2.10 GB/s on ext4: about 1m06s to read; "
+        "instanttensor, since ext4 gives 2.1 GB/s past the page cache"
     )
     assert chosen.has_format and chosen.expected_s == pytest.approx(67.0)
     of_network = disk(131, 2.1, "nfs4", alone=0.5)
     chosen = load_choice.with_choice(plan, of_network, lambda _, files: choose(files, CUDA))
     assert chosen.plan.args == {"seed": 7, "safetensors-load-strategy": "prefetch"} and not chosen.has_format
     slow = load_choice.with_choice(plan, disk(131, 2.0, "ext4", alone=0.5), lambda *_: LoadChoice("so"))
-    assert slow.plan.args == {"seed": 7} and slow.text == "131 GiB at 0.50 GB/s on ext4: about 4m41s; so"
+    assert slow.plan.args == {"seed": 7} and slow.text == "131 GiB at 0.50 GB/s on ext4: about 4m41s to read; so"
 
 
 def test_only_large_models_that_are_not_in_memory_are_measured(

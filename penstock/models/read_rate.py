@@ -88,10 +88,10 @@ def file_system_of(path: str, mounts: Sequence[tuple[str, str]]) -> str:
 
 
 def expected(n_bytes: int, bytes_per_s: float, file_system: str) -> str:
-    """What a load will take at best, in words: "131.0 GiB at 2.10 GB/s on ext4: about 1 min 7 s". Pure."""
+    """What reading takes, in words: "131 GiB at 2.10 GB/s on ext4: about 1m06s to read". Pure."""
     where = f" on {file_system}" if file_system else ""
     rate = f"{bytes_per_s / 1e9:.2f} GB/s"
-    return f"{show_bytes(n_bytes)} at {rate}{where}: about {show_seconds(n_bytes / max(bytes_per_s, 1.0))}"
+    return f"{show_bytes(n_bytes)} at {rate}{where}: about {show_seconds(n_bytes / max(bytes_per_s, 1.0))} to read"
 
 
 def spread(sizes: Sequence[tuple[Path, int]], n_bytes_max: int) -> list[tuple[Path, int]]:
