@@ -38,6 +38,7 @@ VERBS = {
     "plan": Verb("predict what fits, how to split the model and how fast it will be", "plan:register"),
     "render": Verb("print exactly what `up` would send, and send nothing", "lifecycle:register_render"),
     "pull": Verb("download a model, so that `up` finds it", "lifecycle:register_pull"),
+    "models": Verb("list the models on this machine: size, last use, state; remove one", "models:register"),
     "ls": Verb("list deployments", "lifecycle:register_ls"),
     "status": Verb("show a deployment: its parts, replicas, restarts and their reasons", "lifecycle:register_status"),
     "logs": Verb("print the log of a deployment's replicas, gateway or controller", "lifecycle:register_logs"),
