@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from penstock.chat.page.markup import Markup, shown
+from penstock.chat.page import markup as markup_module
+from penstock.chat.page.markup import Markup, sections, shown
 
 D, E = "\ue000", "\ue001"
 F, G = "\ue002", "\ue003"
@@ -49,7 +52,7 @@ def test_text_that_grows_is_shown_as_the_whole() -> None:
         text = "".join(chance.choices(words, k=chance.randint(1, 14)))
         markup, cuts = Markup(), sorted(chance.choices(range(len(text) + 1), k=3))
         pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert [markup.add(piece) for piece in pieces][-1] == shown(text), text
+        assert [markup.add(piece) for piece in pieces][-1] == sections(text), text
 
 
 @pytest.mark.parametrize(
@@ -63,13 +66,31 @@ def test_hostile_text_costs_no_more_than_its_length(text: str) -> None:
         shown(text * (n_chars // len(text)))
         return time.process_time() - begun
 
-    assert cpu_s(20_000) < 0.2  # squared it would be seconds
+    # 16 times the text: 16 times the time, and 256 times where it grows with the square, on any machine.
+    assert min(cpu_s(20_000) for _ in range(3)) < 64 * max(cpu_s(1_250) for _ in range(3))
 
 
-def test_code_that_grows_is_not_read_again() -> None:
-    markup = Markup()
+def test_code_that_grows_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_read = 0
+
+    def counted(text: str, fence: str) -> Iterator[Any]:
+        nonlocal n_read
+        n_read += len(text)
+        return parts(text, fence)
+
+    parts = markup_module._parts
+    monkeypatch.setattr(markup_module, "_parts", counted)
+    markup, code = Markup(), "x = 1  # <b>\n" * 25
     markup.add("```\n")
-    begun = time.process_time()
     for _ in range(400):
-        markup.add("x = 1  # <b>\n" * 25)
-    assert time.process_time() - begun < 0.2
+        markup.add(code)
+    assert n_read == len("```\n") + 400 * len(code)
+
+
+def test_long_text_is_cut_where_nothing_hangs_together() -> None:
+    text = "Some words of a paragraph.\n\n- item\n\n  more of the item\n\n```\ncode\n\ncode\n```\n\n" * 500
+    pieces = sections(text)
+    assert "".join(pieces) == text
+    assert {piece[:10] for piece in pieces} == {"Some words"}
+    assert max(map(len, pieces)) < 13_000
+    assert sections("x" * 50_000) == ["x" * 50_000]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 
 import pytest
 
-from penstock.chat.page.pacing import batches
+from penstock.chat.page.pacing import StopButton, batches
 
 
 class Source:
@@ -64,6 +65,22 @@ def test_nothing_for_a_while_is_an_empty_batch_and_closing_closes_the_source() -
     assert source.is_closed
 
 
+def test_what_comes_while_a_batch_is_shown_is_not_lost_when_the_source_ends() -> None:
+    async def late() -> AsyncGenerator[int, None]:
+        yield 1
+        await asyncio.sleep(0.005)
+        yield 2
+
+    async def read() -> list[list[int]]:
+        seen = []
+        async for batch in batches(late(), 0.001):
+            seen.append(batch)
+            await asyncio.sleep(0.02)
+        return seen
+
+    assert [piece for batch in asyncio.run(read()) for piece in batch] == [1, 2]
+
+
 def test_a_cancelled_reader_closes_the_source() -> None:
     source = Source(None)
 
@@ -76,3 +93,15 @@ def test_a_cancelled_reader_closes_the_source() -> None:
 
     asyncio.run(read())
     assert source.is_closed
+
+
+def test_the_stop_button_belongs_to_the_newest_answer() -> None:
+    button, request = StopButton(), SimpleNamespace(session_hash="tab")
+    first, second = button.armed(request), button.armed(request)
+    first.__enter__()
+    newer = second.__enter__()
+    first.__exit__(None, None, None)  # it was left for another conversation, and ends late
+    button.press(request)
+    assert newer.is_set()
+    second.__exit__(None, None, None)
+    button.press(request)

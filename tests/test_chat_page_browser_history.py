@@ -185,6 +185,10 @@ def test_two_tabs_share_the_list_and_lose_nothing(context: BrowserContext) -> No
     for page, turn in ((left, "left"), (right, "right")):
         more = {"id": turn, "parent": "a1-q", "role": "assistant", "text": turn}
         page.evaluate("(news) => penstock.took(news)", {"id": "a1", "updated_at": 1.9e9, "leaf": turn, "turn": more})
+    right.wait_for_timeout(300)  # asking for the conversation would tell the server of the other tab's turn
+    whole = said("a1", "Sky", "x", 1.95e9)  # the server's, which knows nothing of the other tab
+    whole["turns"]["right"] = {"id": "right", "parent": "a1-q", "role": "assistant", "text": "right, done"}
+    right.evaluate("(one) => penstock.took(one)", whole)
     expect(left.locator("#shown")).to_have_text("Sky")
     left.wait_for_function("Object.keys(JSON.parse(penstock.current()).turns).length == 3")
     right.wait_for_function("Object.keys(JSON.parse(penstock.current()).turns).length == 3")

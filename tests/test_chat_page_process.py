@@ -30,6 +30,7 @@ def hear(event, arguments):
             with open({log!r}, "a") as stream:
                 stream.write(f"{{address[0]}}:{{address[1]}}\\n")
 if os.environ.get("PENSTOCK_ROLE") == "ui":
+    sys.modules["uvloop"] = None  # it connects unheard
     sys.addaudithook(hear)
 """
 

@@ -78,7 +78,7 @@ NO_MESSAGES = ("penstock/testing/", "penstock/bench/datasets/tokenizers.py")
 PLAIN = """
 access addresses admin agent amx announcer answering api archive arguments arrivals
 blocks board boards body bootstrap bundle
-calibrate calibration capacity catalog changes checks child collectives compare compiled completion config
+calibrate calibration capacity catalog changes checks child choice collectives compare compiled completion config
 conformance connections conversation cost cpu
 dashboard decide dense detached detect doctor driver
 elsewhere ending entry errors estimate event examine exchanges explain export expressions
@@ -86,16 +86,16 @@ facts failures fake fetch fields figures fit flags folder footers forwarding
 google grafana guard
 health history host html http1 hub hybrid
 init inputs install instances
-kernel key
+kept kernel key
 leader leftovers levers library lifecycle limits lines link listener live liveness local locks login loop
 main manifest manifests markup measured member merge metric middleware monitoring
 network nvml
-objects observe offline operations openssh options origins overhead
+object objects observe offline operations openssh options origins overhead
 pacing packages panel panels parent parse paths placed placement placing plain planning pod pods policies prepare price
 progress prometheus promql proxied published public
 queries queue quota
-ranges reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses retries
-rights rope rules
+ranges rate reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses
+retries rights rope rules
 scale scheduling schema screen script server service services sessions settings setup shared site snapshot snippet
 solve source sse startup
 static statistics stats status stop store strategic structs supervisor svg sweep sync synthetic

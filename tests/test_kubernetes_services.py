@@ -203,6 +203,14 @@ def test_an_image_with_gradio_installs_nothing_and_without_ui_there_is_no_page()
     assert Kubernetes().placed(with_page()) == ("replica", "gateway", "controller", "ui")
 
 
+def test_a_chat_page_knows_the_certificate_of_a_gateway_that_speaks_tls_and_not_its_key() -> None:
+    entries = services.page(with_page(expose="LoadBalancer", tls_secret="cert"), gpu_plan())
+    pod = only(entries, "Deployment")["spec"]["template"]["spec"]
+    assert pod["containers"][0]["command"][-3:] == ["https://llm-gateway:8000", "--tls", "/etc/penstock/tls"]
+    [tls] = [row["secret"] for row in pod["volumes"] if row["name"] == "tls"]
+    assert tls["items"] == [{"key": "tls.crt", "path": "tls.crt"}]
+
+
 def test_clients_outside_have_the_chat_page_below_a_path_of_the_gateways_host() -> None:
     ingress = traffic.exposed(with_page(expose="Ingress", host="a.example"))
     paths = only(ingress, "Ingress")["spec"]["rules"][0]["http"]["paths"]
@@ -228,7 +236,6 @@ def test_clients_outside_have_the_chat_page_below_a_path_of_the_gateways_host() 
         ({"host": "0.0.0.0"}, {}, "ui.host", "listens in its pod"),
         ({"port": 0}, {}, "ui.port", "0 is not the port of a Service"),
         ({"root_path": "/"}, {"expose": "Ingress", "host": "a.example"}, "ui.root_path", "clients have the gateway"),
-        (True, {"expose": "LoadBalancer", "tls_secret": "cert"}, "ui", "no certificate of the gateway's pods"),
         (False, {"ui_image": "page:1"}, "kubernetes.ui_image", "there is no chat page"),
     ],
 )
@@ -263,10 +270,12 @@ def test_a_placed_page_asks_for_keys_and_knows_its_gateway(home: Path, monkeypat
     started: list[list[str]] = []
     monkeypatch.setattr("os.execve", lambda path, argv, env: started.append(argv))
     run = run_folder(with_page({"title": "Llama"}, expose="Ingress", host="a.example"))
-    words = ["--listen", "0.0.0.0:7860", "--gateway", "http://llm-gateway:8000"]
+    words = ["--listen", "0.0.0.0:7860", "--gateway", "https://llm-gateway:8000", "--tls", "/tls"]
+    run.gateway_config.unlink()
     placed_unit.main(["ui", str(run.path), *words])
     config = msgspec.json.decode(Path(started[0][-1]).read_bytes(), type=PageConfig)
-    assert (config.gateway, config.host, config.port) == ("http://llm-gateway:8000", "0.0.0.0", 7860)
+    assert (config.gateway, config.host, config.port) == ("https://llm-gateway:8000", "0.0.0.0", 7860)
+    assert config.certificate == "/tls/tls.crt"
     assert (config.has_login, config.title, config.root_path) == (True, "Llama", "/ui")
 
 
@@ -457,6 +466,7 @@ SHAPES: dict[str, Deployment] = {
     "route": cluster(expose="HTTPRoute", route_parent="infra/web", host="a.example", inference_pool=True),
     "three gateways": cluster(POSTGRES, gateways=3, postgres_secret="db"),
     "two nodes": cluster(shape="lws", hardware={"nodes": 2}),
+    "chat page with TLS": with_page(expose="LoadBalancer", tls_secret="cert"),
     "chat page": with_page(expose="Ingress", host="a.example", issuer="letsencrypt"),
 }
 

@@ -104,7 +104,7 @@ def register_clean(parser: argparse.ArgumentParser) -> None:
 def _up(options: argparse.Namespace) -> int:
     from penstock import run_folder
     from penstock.cli import progress, status_text
-    from penstock.deployment import prepare, start
+    from penstock.deployment import prepare, start, start_times
 
     deployment = arguments.deployment_of(options)
     if options.dry_run:
@@ -121,6 +121,9 @@ def _up(options: argparse.Namespace) -> int:
         if not options.json and not started.was_running:
             for warning in run.plan().warnings:
                 print(f"warning: {warning}", file=sys.stderr)
+            expected = start_times.expected(start_times.key_of(run.plan()))
+            if expected is not None:
+                print(f"{started.name} {start_times.show(expected)}")
         if options.no_wait:
             start.wait_listening(run)
             return 0

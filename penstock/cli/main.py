@@ -39,6 +39,7 @@ VERBS = {
     "render": Verb("print exactly what `up` would send, and send nothing", "lifecycle:register_render"),
     "fetch": Verb("fetch a model's files, verified and resumed, so that `up` finds them", "fetch:register"),
     "pull": Verb("the same as fetch", "fetch:register"),
+    "models": Verb("list the models on this machine: size, last use, state; remove one", "models:register"),
     "ls": Verb("list deployments", "lifecycle:register_ls"),
     "status": Verb("show a deployment: its parts, replicas, restarts and their reasons", "lifecycle:register_status"),
     "logs": Verb("print the log of a deployment's replicas, gateway or controller", "lifecycle:register_logs"),

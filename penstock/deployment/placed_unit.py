@@ -4,6 +4,7 @@
         [--store STORE] [--tls FOLDER]
     python -m penstock.deployment.placed_unit controller RUN_FOLDER --unit NAME --listen HOST:PORT --admin HOST:PORT
     python -m penstock.deployment.placed_unit ui RUN_FOLDER --listen HOST:PORT --gateway URL
+        [--tls FOLDER]
 
 The folder holds spec.yaml, plan.json, artifact.json and secrets/; the rest is made here.
 """
@@ -41,12 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--admin")
     parser.add_argument("--gateway", help="the base URL that the chat page asks")
     parser.add_argument("--store", help="keys and usage, in place of a file in the run folder")
-    parser.add_argument("--tls", type=Path, help="a folder with tls.crt and tls.key: clients speak TLS")
+    parser.add_argument("--tls", type=Path, help="a folder with tls.crt and, of a gateway, tls.key: clients speak TLS")
     options = parser.parse_args(argv)
     run = Run(options.run)
     if options.kind == "ui":
         host, _, port = options.listen.rpartition(":")
-        program = ["-m", "penstock.chat.page", str(ui.write_config(run, options.gateway, host, int(port)))]
+        certificate = None if options.tls is None else str(options.tls / "tls.crt")
+        program = ["-m", "penstock.chat.page"]
+        program.append(str(ui.write_config(run, options.gateway, host, int(port), certificate)))
     else:
         _write_gateway_config(run, Addresses(options.listen, options.admin), options.store, options.tls)
         program = ["-m", "penstock.gateway", str(run.gateway_config)]

@@ -126,7 +126,7 @@ def _check_file(deployment: Deployment, target: Target, is_rehearsal: bool) -> N
     if not is_rehearsal and "controller" not in target.placed(deployment):
         problems += preflight.prometheus_problems(deployment.observe)
     if deployment.engine.kind != "auto":
-        problems += engines.load(deployment.engine.kind).problems(deployment.engine.args)
+        problems += engines.load(deployment.engine.kind).problems(deployment.engine.flags)
     if problems:
         raise SpecError(f'deployment "{deployment.name}"', problems)
 
@@ -163,7 +163,7 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int, is_rehe
     missing = preflight.missing_engine(engine, machine)
     if missing is not None:
         raise UserError(f"cannot start engine {name}: {missing.reason}", hint=f"Install it: {missing.install}")
-    problems = engine.problems(deployment.engine.args)
+    problems = engine.problems(deployment.engine.flags)
     if problems:
         raise SpecError(f'deployment "{deployment.name}"', problems)
     form = next((form for form in engine.forms if form in present), engine.forms[0])
@@ -171,7 +171,7 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int, is_rehe
         whole, model = facts.read_files(path, deployment.model, form)
     else:
         whole, model = there.get(form) or next(iter(there.values()))
-    if not engine.loads(model.form, deployment.engine.args):
+    if not engine.loads(model.form, deployment.engine.flags):
         raise UserError(
             f'cannot serve model "{deployment.model}" on engine {name}: no *.{engine.forms[0]} in "{path}"',
             hint=f"Engine {name} loads {' or '.join(engine.forms)}.",

@@ -53,8 +53,9 @@ def warning(deployment: Deployment, existing: Run | None) -> str | None:
     return None if reason is None else f"ui: {reason}"
 
 
-def write_config(run: Run, gateway: str, host: str, port: int) -> Path:
-    """Writes what the page's process reads, ui.json; its path. `gateway`: the base URL that it asks.
+def write_config(run: Run, gateway: str, host: str, port: int, certificate: str | None = None) -> Path:
+    """Writes what the page's process reads, ui.json; its path. `gateway`: the base URL that it asks; `certificate`: the
+    file with the gateway's, where it is not that of the run folder.
 
     Raises OSError, and PenstockError where the store cannot be opened.
     """
@@ -65,7 +66,7 @@ def write_config(run: Run, gateway: str, host: str, port: int) -> Path:
     key_file = _shared_key(run) if deployment.gateway.auth == "keys" and not has_login else None
     config = PageConfig(
         gateway, host, port, str(run.ui_folder), has_login, None if key_file is None else str(key_file),
-        certificate=run.gateway_file().tls_cert if is_tls and run.gateway_config.exists() else None,
+        certificate=run.gateway_file().tls_cert if is_tls and run.gateway_config.exists() else certificate,
         deployment=run.name, title=page.title or run.name, model=model, system=page.system, examples=page.examples,
         root_path=page.root_path or "", prices={} if price is None else {model: price},
     )  # fmt: skip

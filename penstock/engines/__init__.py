@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.errors import Problem
+from penstock.models.read_rate import Reading, Way
 from penstock.planner import Plan
 from penstock.spec.deployment import Scalar
 from penstock.wire.announcement import Progress
@@ -44,7 +45,8 @@ class Among(msgspec.Struct, frozen=True):
 
 class Place(msgspec.Struct, frozen=True):
     """What only the node knows: where to listen, a private folder (short path, removed afterwards), the Python.
-    `key`: every call must bring it, since `host` is not loopback. `env`: what the network between nodes needs."""
+    `key`: every call must bring it, since `host` is not loopback. `env`: what the network between nodes needs.
+    `cache`: a folder for what it compiles, kept for its next start."""
 
     host: str
     port: int
@@ -53,14 +55,19 @@ class Place(msgspec.Struct, frozen=True):
     key: str | None = None
     among: Among | None = None
     env: dict[str, str] = {}
+    cache: str | None = None
 
 
 class Command(msgspec.Struct, frozen=True):
-    """A process to start. `env` is added to the node's own; `files` (relative to the private folder) come first."""
+    """A process to start. `env` is added to the node's own; `files` (relative to the private folder) come first.
+    `defaults`: variables that the node's own environment may set otherwise. `links`: symbolic links to make where they
+    are absent, with the folders that they lead to."""
 
     argv: tuple[str, ...]
     env: dict[str, str] = {}
     files: dict[str, str] = {}
+    defaults: dict[str, str] = {}
+    links: dict[str, str] = {}
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -77,6 +84,23 @@ class Diagnosis(msgspec.Struct, frozen=True):
     hint: str | None = None
     is_final: bool = False
     line: str | None = None
+
+
+class Disk(msgspec.Struct, frozen=True):
+    """What a node knows of the model's files before a start: bytes of all, how they read, the memory that is free."""
+
+    n_bytes: int
+    reading: Reading
+    free_bytes: int
+
+
+class LoadChoice(msgspec.Struct, frozen=True):
+    """How an engine shall load: flags as `engine.args` has them, and why, as the end of a sentence. `way`: how it then
+    reads."""
+
+    why: str
+    args: dict[str, Scalar | list[Scalar]] = {}
+    way: Way = "mapped"
 
 
 class Death(NamedTuple):
@@ -111,7 +135,7 @@ class Family(NamedTuple):
 
 
 class Engine(ABC):
-    """The seam. Everything but `missing` and `version` is pure."""
+    """The seam. Everything but `missing`, `version`, `can_choose_load` and `choose_load` is pure."""
 
     name: str
     package: str | None = None  # what is installed where it can run, by its import name
@@ -121,6 +145,7 @@ class Engine(ABC):
     families: Mapping[str, Family] = {}  # by the name on its page
     renamed: Mapping[str, str] = {}  # names of older versions -> the present ones
     vital_roles: tuple[str, ...] = ()  # how the titles of forked processes begin that it cannot live without
+    cache_variable: str | None = None  # set by a user who keeps what the engine compiles elsewhere
     can_cross_nodes: bool = False  # whether one replica may take several machines
 
     @abstractmethod
@@ -142,6 +167,14 @@ class Engine(ABC):
     def warnings(self, plan: Plan) -> tuple[str, ...]:
         """What this engine, as it is installed here, cannot do for a plan that it will serve."""
         return ()
+
+    def can_choose_load(self, plan: Plan) -> bool:
+        """Whether it has several ways to load this plan's files, and the deployment file leaves the choice open."""
+        return False
+
+    def choose_load(self, plan: Plan, disk: Disk) -> LoadChoice:
+        """How to load from that disk; only where `can_choose_load`."""
+        return LoadChoice("the engine's own way")
 
     def input_modalities(self, plan: Plan) -> tuple[str, ...]:
         """What its requests may hold: ("text",) or ("text", "image"); empty where it is not known."""

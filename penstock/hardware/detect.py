@@ -19,12 +19,18 @@ from penstock.text import MIB
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def this_machine() -> Machine:
+def memory_bytes() -> tuple[int, int]:
+    """(all, free) memory of this machine, or of the container."""
     memory = psutil.virtual_memory()
     total, free = memory.total, memory.available
     limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
     if limit is not None and limit < total:
         total, free = limit, max(0, min(free, limit - (used or 0)))
+    return total, free
+
+
+def this_machine() -> Machine:
+    total, free = memory_bytes()
     cards = tuple(gpus())
     return Machine(
         host=socket.gethostname(),

@@ -187,7 +187,7 @@ def _too_small(plan: FetchPlan) -> UserError:
     return UserError(
         f'cannot fetch "{plan.listing.source}": {lack:.1f} GB of space are missing',
         detail=detail,
-        hint="Remove a model that you no longer need, or give another folder with --to.",
+        hint="Remove a model that you no longer need (penstock models rm NAME), or give another folder with --to.",
     )
 
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -42,13 +42,15 @@ class EngineProcess:
         for name, text in command.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, "utf-8")
+        for link, target in command.links.items():
+            _link(Path(link), Path(target))
         # The engine holds a lock on its folder, so that `clean` knows one that it cannot see (in a container).
         lock = os.open(folder, os.O_RDONLY)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_SH)
         self._child = subprocess.Popen(
             command.argv,
-            env=_environment(command.env, folder),
+            env=_environment(command, folder),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -123,12 +125,21 @@ class EngineProcess:
                 self._on_line(text)
 
 
-def _environment(extra: Mapping[str, str], folder: Path) -> dict[str, str]:
+def _environment(command: Command, folder: Path) -> dict[str, str]:
+    extra = command.env
     # SPT_NOENV keeps setproctitle (vLLM uses it) from overwriting the environment, where the marks are read.
     ours = {"TMPDIR": str(folder / "tmp"), "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1", processes.MARK_ROLE: "engine"}
     paths = {name: [text for env in (extra, os.environ) if (text := env.get(name))] for name in _SEARCH_PATHS}
     joined = {name: os.pathsep.join(texts) for name, texts in paths.items() if texts}
-    return {**os.environ, **ours, **extra, **joined}
+    return {**command.defaults, **os.environ, **ours, **extra, **joined}
+
+
+def _link(link: Path, target: Path) -> None:
+    """A full disk, or another start that was faster: the engine then makes a folder there, or finds one."""
+    with contextlib.suppress(OSError):
+        target.mkdir(parents=True, exist_ok=True, mode=0o700)
+        link.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        link.symlink_to(target)
 
 
 def _role(entry: psutil.Process) -> str:

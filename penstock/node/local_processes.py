@@ -16,7 +16,7 @@ from penstock.engines import Among, Command, Diagnosis, Engine, Place
 from penstock.hardware.network import free_port
 from penstock.hardware.node_facts import this_node
 from penstock.log_lines import last_words
-from penstock.node import gpu_locks, model_files
+from penstock.node import engine_cache, gpu_locks, load_choice, model_files
 from penstock.node.announcer import AdminClient
 from penstock.node.engine_process import EngineProcess
 from penstock.node.gpu_memory import GpuMemory
@@ -57,12 +57,16 @@ class Prerequisites:
     def __init__(self, plan: Plan, args: NodeArgs, claims_gpus: bool, readings: Readings) -> None:
         self._plan, self._args, self._claims_gpus, self._readings = plan, args, claims_gpus, readings
         self._resolved: tuple[Plan, NodeArgs] | None = None
+        self.loading = load_choice.Chosen(plan)  # how the weights are loaded, once resolved
         self._claim: gpu_locks.Claim | None = None
 
     def resolve(self) -> tuple[Plan, NodeArgs]:
         """The plan with this machine's paths, the arguments with its GPUs. May download.  Raises PenstockError."""
         if self._resolved is None:
-            plan, args = model_files.on_this_node(self._plan), self._args
+            self.loading = load_choice.choose(model_files.on_this_node(self._plan))
+            plan, args = self.loading.plan, self._args
+            if self.loading.text:
+                print(f"penstock: weights: {self.loading.text}", flush=True)
             if self._claims_gpus and plan.device == "cuda":
                 self._claim = gpu_locks.claim(plan.ranks_each, plan.gpu_memory_utilization)
                 args = msgspec.structs.replace(args, gpus=self._claim.indices)
@@ -70,6 +74,15 @@ class Prerequisites:
             if plan.device == "cuda":
                 self._readings.use_gpus(os.environ | plan.env | _claimed(args), plan.ranks_each)
         return self._resolved
+
+    def drop_format(self) -> bool:
+        """Let the next start load in the engine's default way; whether a load format had been chosen here."""
+        if self._resolved is None or not self.loading.has_format:
+            return False
+        plan = msgspec.structs.replace(self._resolved[0], args=self._plan.args)
+        text = "the engine's default, since the start with a chosen load format failed"
+        self.loading, self._resolved = load_choice.Chosen(plan, text), (plan, self._resolved[1])
+        return True
 
     def introduce(self, admin: AdminClient) -> Introduction:
         """This node's introduction to its group, with its GPUs. Blocks.  Raises PenstockError."""
@@ -92,12 +105,14 @@ class NodeProcesses:
         self.segments: set[str] = set()  # files in /dev/shm
         self._ray: EngineProcess | None = None
         self._gpu_memory: GpuMemory | None = None
+        self._cache: str | None = None
         self.engine: EngineProcess | None = None
 
     def use(self, plan: Plan, args: NodeArgs) -> None:
         """The resolved prerequisites; before anything is started."""
         self._plan, self._args = plan, args
         self._gpu_memory = GpuMemory(args.gpus) if plan.device == "cuda" else None
+        self._cache = engine_cache.folder_for(self._engine, plan, os.environ | plan.env)
 
     def start_engine(self, host: str, key: str | None, formation: Formation | None, on_line: OnLine | None) -> str:
         """Start this node's engine process; the base URL where it will listen (rank 0 only serves)."""
@@ -200,7 +215,7 @@ class NodeProcesses:
             env |= addresses.network_environment(node)
             if self._plan.executor == "ray":
                 env |= ray.environment(f"{formation.head.address}:{formation.ray_port}", str(self._folder("r")))
-        return Place(host, port, str(self._folder(part)), sys.executable, key, among, env)
+        return Place(host, port, str(self._folder(part)), sys.executable, key, among, env, self._cache)
 
     def _run(self, command: Command, folder: str, on_line: OnLine | None = None) -> EngineProcess:
         rank = str(self._args.rank) if self._plan.n_nodes > 1 else None

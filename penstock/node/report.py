@@ -8,6 +8,7 @@ import time
 from penstock import engines
 from penstock.engines import Diagnosis, Seen
 from penstock.node.announcer import Announcer
+from penstock.node.load_choice import Chosen
 from penstock.node.ready_file import ReadyFile
 from penstock.run_folder import Launch
 from penstock.wire.announcement import Announcement, EngineLoad, NodeView, Process, Progress, ReplicaState, Restart
@@ -57,6 +58,7 @@ class ReplicaReport:
         self.load: EngineLoad | None = None
         self.adapters: tuple[str, ...] = ()
         self.nodes: tuple[NodeView, ...] = ()
+        self.loading = Chosen(launch.plan)
         self._input_modalities = engines.load(self._plan.engine).input_modalities(self._plan)
         self.was_ready = False
         self.ready_after_s: float | None = None
@@ -125,12 +127,18 @@ class ReplicaReport:
                 started_at=round(self._started_at, 2),
                 ready_after_s=self.ready_after_s,
                 engine=f"{self._plan.engine} {self._plan.engine_version}",
-                measured=self.seen.measured,
+                measured=self._measured(),
                 load=self.load if state == "ready" else None,
                 adapters=self.adapters,
                 nodes=self.nodes,
                 start_s=self.start_s,
                 max_model_len=self._plan.max_model_len,
                 input_modalities=self._input_modalities,
+                loading=self.loading.text,
             )
         )
+
+    def _measured(self) -> dict[str, float]:
+        """The engine's numbers, with the load that was expected next to what it took."""
+        expected_s = self.loading.expected_s
+        return self.seen.measured | ({} if expected_s is None else {"load_expected_s": expected_s})

@@ -99,7 +99,10 @@ class NodeSupervisor:
             n_failures += 1
             print(f"penstock: {diagnosis.reason}", flush=True)
             is_same = diagnosis.line is not None and diagnosis.reason == self._report.reason
-            if not self._report.was_ready and (diagnosis.is_final or is_same or n_failures >= _STARTS_BEFORE_FAILED):
+            is_loading = self._report.seen.progress.stage == "weights"
+            if is_loading and not self._report.was_ready and self._prerequisites.drop_format():
+                print("penstock: the next start loads the weights in the engine's default way", flush=True)
+            elif not self._report.was_ready and (diagnosis.is_final or is_same or n_failures >= _STARTS_BEFORE_FAILED):
                 self._fail(diagnosis)
                 return 1
             self._refresh()
@@ -140,6 +143,7 @@ class NodeSupervisor:
             plan, self._args = self._prerequisites.resolve()
         except PenstockError as exc:
             return Diagnosis(exc.message, exc.hint, is_final=not exc.is_retryable)
+        self._report.loading = self._prerequisites.loading
         self._local.use(plan, self._args)
         formation: Formation | None = None
         if self._leader is not None:

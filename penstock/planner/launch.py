@@ -142,7 +142,7 @@ def _plan(
         need=chosen.need,
         n_threads=max(1, machine.n_cpus // max(1, n_replicas) - (1 if machine.n_cpus > 1 else 0)),
         gpu_memory_utilization=deployment.engine.gpu_memory_utilization,
-        args=deployment.engine.args,
+        args=deployment.engine.flags,
         env=deployment.engine.env,
         start_timeout_s=deployment.engine.start_timeout_s,
         stall_s=deployment.engine.stall_s,

@@ -62,10 +62,12 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `executor` is how the ranks of one replica find each other: Ray, or vLLM's own processes (mp); auto takes mp inside
     one node and ray across nodes. `join_timeout_s`: how long the first node waits for the others. `ray_dashboard_host`:
-    anyone who can reach Ray's dashboard can run code on the cluster, so keep it on loopback.
+    anyone who can reach Ray's dashboard can run code on the cluster, so keep it on loopback. `load`: how vLLM reads the
+    weights, one of its load formats (`safetensors` is the plain one); auto measures the disk of each node and chooses.
     """
 
     kind: EngineKind = "auto"
+    load: str = "auto"
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.92
     executor: Literal["auto", "ray", "mp"] = "auto"
@@ -76,6 +78,11 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ray_dashboard_host: str = "127.0.0.1"
     stall_s: float = 60.0
     drain_s: float = 120.0
+
+    @property
+    def flags(self) -> dict[str, Scalar | list[Scalar]]:
+        """`args`, and the flag of `load` where the file names a format."""
+        return self.args if self.load == "auto" else {**self.args, "load-format": self.load}
 
 
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -20,6 +20,7 @@ from penstock.errors import Problem, SpecError, UserError, nearest
 from penstock.spec.blocks import SHARED, UNTYPED
 from penstock.spec.deployment import DEMO_MODEL, TARGETS, Deployment, Observe, default_name, is_legal_name
 from penstock.spec.gateway import is_loopback, setting_problems
+from penstock.text import bare_flag
 
 
 def read(source: str | Path, settings: Sequence[str] = ()) -> Deployment:
@@ -360,6 +361,10 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
         yield Problem("replicas", f"min {deployment.replicas.min} is above max {deployment.replicas.max}")
     if deployment.replicas.target <= 0:
         yield Problem("replicas.target", f"{deployment.replicas.target:g} is not above 0")
+    if not re.fullmatch(r"[a-z0-9_]+", deployment.engine.load):
+        yield Problem("engine.load", f'"{deployment.engine.load}" is not a load format', "example: runai_streamer")
+    if deployment.engine.load != "auto" and any(bare_flag(key) == "load-format" for key in deployment.engine.args):
+        yield Problem("engine.load", "is given next to engine.args.load-format", "keep one of them")
     for name in deployment.engine.env:
         if not name or "=" in name or "\0" in name:
             yield Problem("engine.env", f'"{name}" is not a name of an environment variable')

@@ -160,7 +160,8 @@ class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
     the engine does not report it. A replica of `weight` 2 gets twice the requests of weight 1. `adapters` are further
     names that it serves (LoRA). `nodes` is empty for a replica on one machine. `machines`: readings by rank.
     `start_s`: the seconds that each stage of the last start took. `max_model_len`: tokens of a prompt and its answer
-    together. `input_modalities`: ("text", "image"); empty where it is not known.
+    together. `input_modalities`: ("text", "image"); empty where it is not known. `loading`: what was measured of the
+    weights' disk and how the engine loads from it, for people.
     """
 
     replica: str
@@ -189,6 +190,7 @@ class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
     start_s: dict[str, float] = {}
     max_model_len: int | None = None
     input_modalities: tuple[str, ...] = ()
+    loading: str = ""
 
 
 class AnnounceAnswer(msgspec.Struct, frozen=True, omit_defaults=True):

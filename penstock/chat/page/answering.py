@@ -13,7 +13,7 @@ from penstock.chat import statistics
 from penstock.chat.conversation import Conversation, Turn
 from penstock.chat.failures import Failure
 from penstock.chat.page import footers
-from penstock.chat.page.markup import Markup, shown
+from penstock.chat.page.markup import Markup, sections, shown
 from penstock.chat.waiting import show_waiting
 from penstock.spec.gateway import Price
 from penstock.wire.answers import Chunk, Reply
@@ -85,7 +85,8 @@ class GrowingAnswer:
         self._prices = prices
         self._began_at = began_at
         self._markup, self._reasoning_markup = Markup(), Markup()
-        self._text, self._reasoning = self._markup.add(turn.text), self._reasoning_markup.add(turn.reasoning)
+        self._sections = self._markup.add(turn.text)
+        self._reasoning = "".join(self._reasoning_markup.add(turn.reasoning))
         self._texts, self._reasonings = [turn.text], [turn.reasoning]
         self._new, self._new_reasoning = "", ""
         self._reasoning_at_s: tuple[float, float] | None = None
@@ -121,7 +122,8 @@ class GrowingAnswer:
         self._failure = failure
 
     def stop(self) -> None:
-        self._end_reason = statistics.STOPPED
+        if self._reply is None:  # else it was whole before
+            self._end_reason = statistics.STOPPED
 
     def turn(self, now: float) -> Turn:
         """The answer as it stands, for the conversation."""
@@ -158,12 +160,12 @@ class GrowingAnswer:
 
     def boxes(self, now: float) -> list[Shown]:
         """The answer while it grows, with the clock below."""
-        self._text, self._new = self._markup.add(self._new) if self._new else self._text, ""
+        if self._new:
+            self._sections, self._new = self._markup.add(self._new), ""
         if self._new_reasoning:
-            self._reasoning, self._new_reasoning = self._reasoning_markup.add(self._new_reasoning), ""
-        boxes = _folds(self._turn, self._reasoning, self._reasoning_s(), not self._text)
-        if self._text:
-            boxes.append(Shown("assistant", "text", self._text, is_growing=True))
+            self._reasoning, self._new_reasoning = "".join(self._reasoning_markup.add(self._new_reasoning)), ""
+        boxes = _folds(self._turn, self._reasoning, self._reasoning_s(), not self._sections)
+        boxes += [Shown("assistant", "text", section, is_growing=True) for section in self._sections]
         return [*boxes, Shown("assistant", "footer", self._clock(now), is_growing=True)]
 
     def _clock(self, now: float) -> str:
@@ -187,8 +189,7 @@ def turn_boxes(conversation: Conversation, turn: Turn, failure: Failure | None =
     branches = tree.siblings(conversation, turn.id)
     footer = Shown(turn.role, "footer", footers.footer(turn, branches, failure))
     boxes = _folds(turn, shown(turn.reasoning), turn.reasoning_s, False)
-    if turn.text:
-        boxes.append(Shown(turn.role, "text", shown(turn.text)))
+    boxes += [Shown(turn.role, "text", section) for section in sections(turn.text)]
     if turn.images:
         boxes.append(Shown(turn.role, "footer", footers.images(turn.images)))
     return [*boxes, footer]

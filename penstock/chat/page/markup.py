@@ -17,6 +17,8 @@ INLINE: Final = ("\ue002", "\ue003")
 _PRIVATE = re.compile("[\ue000-\ue003]")
 # Models indent the code of lists and quotes. https://spec.commonmark.org/0.31.2/#fenced-code-blocks
 _FENCE = re.compile(r"(?:[ \t]|>|[-*+][ \t]|\d{1,9}[.)][ \t])*+(`{3,}(?=[^`\n]*+$)|~{3,})", re.MULTILINE)
+_SECTION_CHARS = 12_000
+_TOP = re.compile(r"[^\W\d_]|#")  # a paragraph or heading that belongs to no list, quote or table
 _LINE = re.compile(r"[^\n]*+\n|[^\n]++")
 # What may begin code or a formula; an escaped character begins neither.
 _OPENING = re.compile(r"\\\[|\\\(|\\.|`+|\$\$|(?<![$\w])\$(?![\s$])", re.DOTALL)
@@ -29,25 +31,41 @@ _ANY_IMAGE = re.compile(r"!(?=\[)(?!\[[^\]\[]*+\]\(\s*+<?data:image/)")
 
 
 class Markup:
-    """A text that grows: `add` gives all of it as it is shown. What more text cannot change is done once."""
+    """A text that grows: `add` gives all of it as it is shown, in sections. What is settled is done once.
+
+    A browser lays a section out again at each change, so that an answer of 30,000 tokens in one would stall it.
+    """
 
     def __init__(self) -> None:
+        self._sections: list[str] = []
         self._done, self._rest, self._fence = "", "", ""
 
-    def add(self, text: str) -> str:
+    def add(self, text: str) -> list[str]:
         self._rest += text.replace("\r", "")
         parts = list(_parts(self._rest, self._fence))
         n_settled = next((at for at, part in enumerate(parts) if not part.is_settled), len(parts))
-        settled = parts[:n_settled]
-        if settled:
-            self._done += "".join(map(_drawn, settled))
-            self._rest, self._fence = self._rest[sum(len(part.text) for part in settled) :], settled[-1].fence
-        return self._done + "".join(map(_drawn, parts[n_settled:]))
+        done, length = [self._done], len(self._done)
+        for part in parts[:n_settled]:
+            if length >= _SECTION_CHARS and not part.is_code and _TOP.match(part.text):
+                self._sections.append("".join(done))
+                done, length = [], 0
+            done.append(_drawn(part))
+            length += len(done[-1])
+            self._fence = part.fence
+        self._done = "".join(done)
+        self._rest = "".join(part.text for part in parts[n_settled:])
+        last = self._done + "".join(map(_drawn, parts[n_settled:]))
+        return [*self._sections, last] if last else [*self._sections]
+
+
+def sections(text: str) -> list[str]:
+    """The whole of a text in sections, as `Markup` gives it."""
+    return Markup().add(text)
 
 
 def shown(text: str) -> str:
     """The whole of a text, as the page may show it: '<b> $x$ costs $5' -> '&lt;b> \\ue002x\\ue003 costs $5'."""
-    return Markup().add(text)
+    return "".join(sections(text))
 
 
 class _Part(NamedTuple):

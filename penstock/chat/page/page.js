@@ -11,7 +11,8 @@
 
 const store = new Store();
 const tabs = "BroadcastChannel" in window ? new BroadcastChannel("penstock") : { postMessage() {} };
-const page = { conversation: null, heard: new Set(), titles: [], isFull: false };
+// `others`: turns that another tab added to this conversation while the server works on it without knowing them.
+const page = { conversation: null, heard: new Set(), isFull: false, others: {} };
 const byId = (id) => document.getElementById(id);
 
 function el(tag, attributes, ...children) {
@@ -55,6 +56,7 @@ function isEmpty(conversation) {
 
 // The conversation of this tab from here on; `draft` false where the message box keeps what it has.
 function become(conversation, draft = true) {
+  if (conversation.id !== page.conversation.id) page.others = {};
   page.conversation = conversation;
   page.heard.add(conversation.id);
   keep(sessionStorage, "penstock.current", isEmpty(conversation) ? "" : conversation.id);
@@ -70,7 +72,11 @@ function show() {
 async function save(conversation) {
   try {
     const stored = await store.save(conversation);
-    if (stored !== conversation && page.conversation.id === stored.id) page.conversation = stored;
+    if (stored !== conversation && page.conversation.id === stored.id) {
+      const others = Object.entries(stored.turns).filter(([id]) => !(id in conversation.turns));
+      page.others = { ...page.others, ...Object.fromEntries(others) };
+      page.conversation = joined(page.conversation, stored);
+    }
     page.isFull = false;
     tabs.postMessage({ saved: conversation.id });
     return true;
@@ -96,6 +102,7 @@ async function took(given) {
     news = { ...before, ...rest, turns: { ...before.turns, [turn.id]: turn } };
   }
   const isOurs = news.id === page.conversation.id;
+  if (isOurs) news = { ...news, turns: { ...news.turns, ...page.others } };
   if (isOurs || (isEmpty(page.conversation) && !page.heard.has(news.id))) {
     if (isEmpty(page.conversation)) drafts.forget();
     become(news, false);
@@ -197,7 +204,10 @@ const ready = store.read(kept(sessionStorage, "penstock.current")).catch(() => n
   if (conversation) become(conversation);
 });
 window.penstock = {
-  current: () => JSON.stringify(page.conversation),
+  current() {
+    page.others = {}; // the event that begins knows them
+    return JSON.stringify(page.conversation);
+  },
   settings: () => kept(localStorage, "penstock.settings"),
   took, fresh, open, ready,
 };

@@ -1,6 +1,6 @@
-// The chip that says how the model is: from `status`, each 2 s until it is ready, then each 10 s, never while hidden.
+// The chip that says how the model is: from `status`, each 2 s until it is ready, then each 5 s, never while hidden.
 
-const SLOW_MS = 10_000;
+const SLOW_MS = 5_000;
 const FAST_MS = 2_000;
 const state = { word: "", timer: null, rows: [] };
 

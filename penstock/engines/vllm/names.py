@@ -38,7 +38,23 @@ FLAGS = {
     "text_only": "--language-model-only",
     "buckets": "--custom-histogram-buckets",
     "traces": "--otlp-traces-endpoint",
+    "load_format": "--load-format",
+    "load_strategy": "--safetensors-load-strategy",
+    "load_extra": "--model-loader-extra-config",
 }
+
+# How weights are read (`config/load.py`, the same in 0.30 to 0.33), and the packages that some formats need: 0.33
+# brings instanttensor, `vllm[runai]` the streamer.
+LOAD_SINCE = (0, 30)
+PREFETCH = "prefetch"
+INSTANTTENSOR, INSTANTTENSOR_PACKAGE = "instanttensor", "instanttensor"
+STREAMER, STREAMER_PACKAGE = "runai_streamer", "runai_model_streamer"
+# With any of these in `engine.args` the file has chosen.
+LOAD_FLAGS = ("load-format", "safetensors-load-strategy", "model-loader-extra-config")
+# Files that vLLM reads in place of *.safetensors with no format given, with other names for the tensors.
+CONSOLIDATED = "consolidated*.safetensors"
+# Checkpoints of it need the strategy that vLLM sets for them.
+TORCHAO = "torchao"
 
 # From this version on histograms can have other buckets, by family (`v1/metrics/buckets.py`). vLLM's own bounds of the
 # time between tokens begin at 10 ms, where a fast model has all of its tokens; those to the first token are vLLM's own.
@@ -55,6 +71,23 @@ FIRST_TOKEN_BUCKETS_S = (
 # Spans go by gRPC unless this says otherwise (`tracing/otel.py`). Without the package an endpoint is an error.
 TRACES_PROTOCOL = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
 TRACES_PACKAGE = "opentelemetry.exporter.otlp.proto.http"
+
+# What it keeps between starts (`envs.py`; https://triton-lang.org/main/programming-guide/chapter-3/debugging.html;
+# https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars). FlashInfer's folder also has kernels that sites
+# without internet put there, so it stays where it is.
+CACHE_ROOT = "VLLM_CACHE_ROOT"
+CACHES = {
+    "TRITON_CACHE_DIR": "triton",
+    "DG_JIT_CACHE_DIR": "deep_gemm",
+    "VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR": "flashinfer_autotune",
+    "CUDA_CACHE_PATH": "cuda",
+}
+# Folders in CACHE_ROOT whose entries have the settings in their names.
+SHARED_CACHES = ("torch_compile_cache", "modelinfos")
+# `v1/worker/startup_plan.py`: the KV cache of an earlier start in place of a measurement, while as much memory is free.
+# Its fingerprint has version, model, layout and GPU, but not gpu_memory_utilization (`config/cache.py`, compute_hash).
+STARTUP_PLAN_SINCE = (0, 32)
+STARTUP_PLAN = {"VLLM_ENABLE_STARTUP_PLAN": "1"}
 
 # Asked every second by the node: two lines a second would fill the log.
 UNLOGGED_ROUTES = "/health,/metrics"
@@ -252,9 +285,14 @@ ITERATIONS = (
     "vllm:num_preemptions_total",
 )
 
+_CLOCKS = r"(?: \[(?:(\d+):)?(\d+):(\d+)<(?:(\d+):)?(\d+):(\d+))?"
 SHARDS = re.compile(
-    r"Loading (?:safetensors|pt|bin)[^:]* checkpoint shards:\s+\d+% Completed \| (\d+)/(\d+)"
-    r"(?: \[(?:(\d+):)?(\d+):(\d+)<(?:(\d+):)?(\d+):(\d+))?"
+    r"(?:Loading (?:safetensors|pt|bin)[^:]* checkpoint|Multi-thread loading(?: pt checkpoint)?) shards:\s+"
+    r"\d+% Completed \| (\d+)/(\d+)" + _CLOCKS
+)
+# Formats that count tensors or bytes.
+STREAMED = re.compile(
+    r"Loading safetensors using (?:Runai Model Streamer|\w+ loader):\s+(\d+)% Completed \| \S+/\S+" + _CLOCKS
 )
 
 
@@ -274,11 +312,13 @@ MILESTONES = (
     Milestone(re.compile(r"Loading weights took ([\d.]+) seconds"), "weights", 0.7, ("load_s",)),
     Milestone(re.compile(r"Model loading took ([\d.]+) GiB"), "weights", 0.7, ("weights_gib",)),
     Milestone(re.compile(r"Available KV cache memory: ([\d.]+) GiB"), "kv cache", 0.8, ("kv_cache_gib",)),
+    # With a start-up plan, or a size in `engine.args`, nothing is measured.
+    Milestone(re.compile(r"reserved ([\d.]+) GiB memory for KV Cache as spec"), "kv cache", 0.8, ("kv_cache_gib",)),
     Milestone(re.compile(r"[GC]PU KV cache size: ([\d,]+) tokens"), "kv cache", 0.8, ("kv_cache_tokens",)),
     Milestone(
         re.compile(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x"), None, None, ("concurrency",)
     ),
-    Milestone(re.compile(r"Starting torch\.compile"), "compile", 0.72),
+    Milestone(re.compile(r"Starting torch\.compile|Directly load (?:AOT compil|the )"), "compile", 0.72),
     Milestone(re.compile(r"torch\.compile (?:takes|took) ([\d.]+) s"), "compile", 0.75, ("compile_s",)),
     Milestone(re.compile(r"Capturing CUDA graphs"), "graphs", 0.85),
     Milestone(re.compile(r"Graph capturing finished in ([\d.]+) secs"), "graphs", 0.9, ("graphs_s",)),

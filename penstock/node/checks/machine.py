@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import mmap
 import os
 import re
 import resource
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from importlib import metadata, util
@@ -23,17 +21,12 @@ import psutil
 from penstock.hardware import NodeFacts
 from penstock.hardware.detect import nvidia_smi
 from penstock.hardware.node_facts import this_node
-from penstock.models import hub
+from penstock.models import hub, read_rate
 from penstock.models.files import BUNDLED, choose_gguf, wanted_shards
+from penstock.models.read_rate import Reading
 from penstock.paths import nearest_existing
 from penstock.spec.deployment import DEMO_MODEL
-from penstock.text import GIB, MIB
-
-# Enough to leave a disk's own cache behind, little enough for a network file system that gives 100 MB/s.
-_READ_BYTES, _READ_S = GIB, 2.5
-# vLLM's ranks read in parallel; one reader alone gets a third of an NVMe disk or of NFS.
-_N_READERS, _BLOCK_BYTES = 4, 8 * MIB
-_N_SAMPLES = 32
+from penstock.text import MIB
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -43,20 +36,6 @@ class Limits(msgspec.Struct, frozen=True):
     n_files_hard: int | None
     n_processes: int | None
     locked_bytes: int | None
-
-
-class Reading(msgspec.Struct, frozen=True):
-    """A part of a weights file, read without the page cache (`is_direct`), or with `cached_share` of it in there."""
-
-    path: str
-    n_bytes: int
-    took_s: float
-    is_direct: bool
-    cached_share: float | None
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.n_bytes / max(self.took_s, 1e-9)
 
 
 class Weights(msgspec.Struct, frozen=True):
@@ -144,8 +123,7 @@ def find_weights(model: str, cache: str | None, is_read: bool = True) -> Weights
     place = path.parent if path.is_file() else path
     files = [place / name for name in names if (place / name).is_file()]  # a link of the hub's cache may lead nowhere
     absent = [name for name in names if not (place / name).is_file()] if names else ["weights"]
-    largest = max(files, key=lambda file: file.stat().st_size, default=None)
-    reading = read_rate(largest) if largest is not None and is_read else None
+    reading = read_rate.measure(files) if files and is_read else None
     n_bytes = sum(file.stat().st_size for file in files)
     return Weights(str(path), _free_bytes(path), n_bytes, tuple(absent), reading)
 
@@ -154,72 +132,6 @@ def _names_of_weights(folder: Path) -> list[str]:
     """The files that an engine would read: safetensors, one quantisation of a GGUF, or PyTorch's."""
     ggufs = [str(file.relative_to(folder)) for glob in ("*.gguf", "*/*.gguf") for file in folder.glob(glob)]
     return wanted_shards(folder) or choose_gguf(ggufs) or sorted(file.name for file in folder.glob("*.bin"))
-
-
-def read_rate(path: Path, n_bytes_max: int = _READ_BYTES, seconds: float = _READ_S) -> Reading | None:
-    """The rate at which four readers get a file from its disk; None when it cannot be read. Blocks `seconds`.
-
-    Without the page cache (O_DIRECT) where the file system can; else its pages are dropped first.
-    """
-    try:
-        size = min(path.stat().st_size, n_bytes_max)
-        with path.open("rb") as stream:
-            cached = _cached_share(stream.fileno(), size)
-        for is_direct in (True, False):
-            amount = _read(path, size, seconds, is_direct)
-            if amount is not None:
-                return Reading(str(path), *amount, is_direct, cached)
-    except OSError:
-        pass
-    return None
-
-
-def _read(path: Path, size: int, seconds: float, is_direct: bool) -> tuple[int, float] | None:
-    """(bytes, seconds); None where the file system cannot read this way."""
-    blocks = iter(range(0, size, _BLOCK_BYTES))
-    lock = threading.Lock()
-    counts: list[int] = []
-    errors: list[OSError] = []
-    began = time.monotonic()
-
-    flags = os.O_RDONLY | (os.O_DIRECT if is_direct else 0)
-
-    def reader() -> None:
-        try:
-            # O_DIRECT needs memory that begins on a page, as anonymous memory does.
-            with os.fdopen(os.open(path, flags), "rb", 0) as stream, mmap.mmap(-1, _BLOCK_BYTES) as buffer:
-                while time.monotonic() - began < seconds:
-                    with lock:
-                        at = next(blocks, None)
-                    if at is None:
-                        return
-                    if not is_direct:
-                        os.posix_fadvise(stream.fileno(), at, _BLOCK_BYTES, os.POSIX_FADV_DONTNEED)
-                    counts.append(os.preadv(stream.fileno(), [buffer], at))
-        except OSError as exc:
-            errors.append(exc)
-
-    threads = [threading.Thread(target=reader, daemon=True) for _ in range(_N_READERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(seconds + 10.0)  # NFS without its server hangs
-    took_s = time.monotonic() - began
-    return None if errors or not sum(counts) else (sum(counts), took_s)
-
-
-def _cached_share(fd: int, size: int) -> float | None:
-    """The share of the file's first bytes in the page cache, by samples; None where the kernel does not report it."""
-    n_cached = 0
-    for number in range(_N_SAMPLES):
-        try:
-            os.preadv(fd, [bytearray(1)], size * number // _N_SAMPLES, os.RWF_NOWAIT)
-            n_cached += 1
-        except BlockingIOError:
-            pass
-        except OSError:
-            return None
-    return n_cached / _N_SAMPLES
 
 
 def _free_bytes(path: Path) -> int:

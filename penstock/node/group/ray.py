@@ -56,9 +56,9 @@ def start(plan: Plan, formation: Formation, rank: int, folder: str, base: Comman
         argv += ["--dashboard-host", dashboard, "--dashboard-port", str(free_port(dashboard))]
     else:
         argv += ["--address", f"{formation.head.address}:{formation.ray_port}"]
-    env = {**base.env, **environment(f"{formation.head.address}:{formation.ray_port}", folder)}
+    env = {**base.defaults, **base.env, **environment(f"{formation.head.address}:{formation.ray_port}", folder)}
     del env["RAY_ADDRESS"]  # `ray start` takes flags, and refuses a head with this variable
-    return Command(tuple(argv), env, base.files)
+    return Command(tuple(argv), env, base.files, links=base.links)
 
 
 def check(address: str, n_nodes: int, gpus_each: int, timeout_s: float) -> Command:

@@ -78,9 +78,6 @@ def _page_problems(deployment: Deployment) -> Iterator[Problem]:
     if page.login == "none":
         message = "everyone who reaches the page could use the engines"
         yield Problem("ui.login", message, "remove it; people log in with a key: penstock keys create NAME")
-    if traffic.has_tls_in_pod(deployment):
-        message = "no certificate of the gateway's pods names their Service, by which the page reaches them"
-        yield Problem("ui", message, "set kubernetes.expose to Ingress or HTTPRoute, or remove kubernetes.tls_secret")
     if page.port == 0:
         yield Problem("ui.port", "0 is not the port of a Service", "remove it, for 7860")
     if page.host != Ui().host:

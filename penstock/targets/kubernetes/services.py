@@ -16,6 +16,7 @@ from penstock.targets.kubernetes.pods import Pod
 from penstock.text import MIB
 
 TLS_FOLDER = "/etc/penstock/tls"
+_TLS_MOUNT: Object = {"name": "tls", "mountPath": TLS_FOLDER, "readOnly": True}
 _UNIT = ("-m", "penstock.deployment.placed_unit")
 # Between SIGTERM and the end of its drain a gateway accepts no connection; every node of the cluster must have heard by
 # then that this pod gets none. https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/#pod-termination-flow
@@ -213,9 +214,12 @@ def _gateway_volumes(deployment: Deployment) -> list[tuple[Object, Object]]:
         store = {"name": "store", "persistentVolumeClaim": claim}
         volumes.append((store, {"name": "store", "mountPath": STORE_FOLDER}))
     if traffic.has_tls_in_pod(deployment):
-        secret = {"secretName": block_of(deployment).tls_secret, "defaultMode": 0o440}
-        volumes.append(({"name": "tls", "secret": secret}, {"name": "tls", "mountPath": TLS_FOLDER, "readOnly": True}))
+        volumes.append(({"name": "tls", "secret": _tls(deployment)}, _TLS_MOUNT))
     return volumes
+
+
+def _tls(deployment: Deployment) -> Object:
+    return {"secretName": block_of(deployment).tls_secret, "defaultMode": 0o440}
 
 
 def _gateway_place(deployment: Deployment) -> Object:
@@ -252,9 +256,13 @@ def _controller_template(deployment: Deployment, plan: Plan) -> Object:
 
 
 def _page_template(deployment: Deployment, plan: Plan) -> Object:
-    """It gets no secret of ours: who opens the page brings a key."""
-    words = ["ui", objects.run_path(deployment), "--listen", f"0.0.0.0:{UI_PORT}"]
-    words += ["--gateway", f"http://{objects.gateway(deployment.name)}:{deployment.gateway.port}"]
+    """It gets no secret of ours: who opens the page brings a key. Of the gateway's certificate it has the public part,
+    which names another host than the Service."""
+    is_tls = traffic.has_tls_in_pod(deployment)
+    words = ["ui", objects.run_path(deployment), "--listen", f"0.0.0.0:{UI_PORT}", "--gateway"]
+    words += [f"http{'s' if is_tls else ''}://{objects.gateway(deployment.name)}:{deployment.gateway.port}"]
+    words += ["--tls", TLS_FOLDER] if is_tls else []
+    tls = _tls(deployment) | {"items": [{"key": "tls.crt", "path": "tls.crt"}]}
     own_image = block_of(deployment).ui_image
     pod = Pod(
         component="ui",
@@ -266,6 +274,8 @@ def _page_template(deployment: Deployment, plan: Plan) -> Object:
         grace_s=_PAGE_EXIT_S,
         annotations=_config(deployment.chat_page, deployment.gateway.price, plan.served_names),
         env=() if own_image else tuple(pods.plain_env({"PYTHONPATH": f"{objects.CODE}:{_PACKAGES}"})),
+        volumes=({"name": "tls", "secret": tls},) if is_tls else (),
+        mounts=(_TLS_MOUNT,) if is_tls else (),
         ports={"page": UI_PORT},  # another name than the gateway's, which Prometheus finds by it
         readiness={"httpGet": {"path": "/health", "port": "page", "scheme": "HTTP"}, "periodSeconds": 2},
         init=() if own_image else (_packages(deployment, plan),),
