@@ -87,7 +87,7 @@ google grafana guard
 health history host html http1 hub hybrid
 init inputs install instances
 kept kernel key
-leader leftovers levers library lifecycle limits lines link listener live liveness local locks login loop
+leader leftovers levers library lifecycle limits lines link listener live liveness local lock locks login loop
 main manifest manifests markup measured member merge metric middleware monitoring
 network nvml
 object objects observe offline operations openssh options origins overhead
@@ -101,7 +101,7 @@ solve source sse startup
 static statistics stats status stop store strategic structs supervisor svg sweep sync synthetic
 tab terminal theme timestamps top topology totals traffic tunnel tunnels
 ui unit upstream upstreams
-validity versions view vision
+validity versions view vision volume
 waiting
 changes event terminal top words
 exchange export genai slow span trace writer

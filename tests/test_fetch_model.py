@@ -218,7 +218,7 @@ def test_the_lock_of_a_process_that_died_or_stands_still_is_taken(
     monkeypatch.setattr(fetch_lock, "_SETTLE_S", 0.001)
     monkeypatch.setattr(fetch_lock, "_STALE_S", 0.01)
     for host in (fetch_lock._view(), "elsewhere 1"):
-        owner = fetch_lock.Owner(host, 2**22 + 1, 1.0, "other")
+        owner = fetch_lock.Owner(host, 2**22 + 1, 1, "other")
         (tmp_path / fetch_lock.NAME).write_text(json.dumps({**{f: getattr(owner, f) for f in owner.__struct_fields__}}))
         with fetch_lock.FetchLock(tmp_path, lambda _: None) as lock:
             assert lock._is_ours()

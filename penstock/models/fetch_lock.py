@@ -16,10 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from penstock.paths import write_atomically
-from penstock.processes import started_at
 
 NAME = ".penstock-fetch.lock"
 _BEAT_S, _STALE_S, _POLL_S = 5.0, 60.0, 0.5
@@ -27,11 +25,11 @@ _SETTLE_S = 1.0  # longer than another process takes from its decision to take o
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """Who fetches: `host` with its view of processes, process, start in seconds since boot; `line` is its progress."""
+    """Who fetches: `host` with its view of processes, process, its start in clock ticks; `line` is its progress."""
 
     host: str
     pid: int
-    started_at: float
+    started_at: int
     token: str
     n_beats: int = 0
     line: str = ""
@@ -49,7 +47,7 @@ class FetchLock:
 
     def __init__(self, folder: Path, say: Callable[[str], None], line: Callable[[], str] = str) -> None:
         self._path, self._say, self._line = folder / NAME, say, line
-        self._owner = Owner(_view(), os.getpid(), started_at(os.getpid()), secrets.token_hex(8))
+        self._owner = Owner(_view(), os.getpid(), _started_at(os.getpid()), secrets.token_hex(8))
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
         self.is_lost = False
@@ -126,7 +124,12 @@ def _view() -> str:
 def _is_dead(owner: Owner) -> bool:
     if owner.host != _view():
         return False
+    return _started_at(owner.pid) != owner.started_at
+
+
+def _started_at(pid: int) -> int:
+    """When a process started, in clock ticks since boot (field 22 of proc(5)); 0 when there is none."""
     try:
-        return started_at(owner.pid) != owner.started_at
-    except psutil.NoSuchProcess:
-        return True
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+    except OSError:
+        return 0
