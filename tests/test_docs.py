@@ -90,7 +90,7 @@ kept kernel key
 leader leftovers levers library lifecycle limits lines link listener live liveness local locks login loop
 main manifest manifests markup measured member merge metric middleware monitoring
 network nvml
-objects observe offline operations openssh options origins overhead
+object objects observe offline operations openssh options origins overhead
 pacing packages panel panels parent parse paths placed placement placing plain planning pod pods policies prepare price
 progress prometheus promql proxied published public
 queries queue quota
