@@ -89,7 +89,7 @@ init inputs install instances
 kept kernel key
 leader leftovers levers library lifecycle limits lines link listener live liveness local lock locks login loop
 main manifest manifests markup measured member merge metric middleware monitoring
-network nvml
+modelscope network nvml
 object objects observe offline operations openssh options origins overhead
 pacing packages panel panels parent parse paths placed placement placing plain planning pod pods policies prepare price
 progress prometheus promql proxied published public
