@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 
 import pytest
 
-from penstock.chat.page.pacing import batches
+from penstock.chat.page.pacing import StopButton, batches
 
 
 class Source:
@@ -92,3 +93,15 @@ def test_a_cancelled_reader_closes_the_source() -> None:
 
     asyncio.run(read())
     assert source.is_closed
+
+
+def test_the_stop_button_belongs_to_the_newest_answer() -> None:
+    button, request = StopButton(), SimpleNamespace(session_hash="tab")
+    first, second = button.armed(request), button.armed(request)
+    first.__enter__()
+    newer = second.__enter__()
+    first.__exit__(None, None, None)  # it was left for another conversation, and ends late
+    button.press(request)
+    assert newer.is_set()
+    second.__exit__(None, None, None)
+    button.press(request)

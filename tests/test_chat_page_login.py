@@ -86,6 +86,7 @@ def test_a_good_key_opens_the_page_and_is_the_key_of_its_session(chat: TestClien
     assert cookie.startswith("penstock-ui-7860=") and "HttpOnly" in cookie and "SameSite=lax" in cookie
     assert "Secure" not in cookie
     assert chat.get("/who").text.startswith("sk-alice ")
+    assert chat.get("/").headers["set-cookie"] == cookie  # with use it lasts as long as the session
     file = tmp_path / "sessions.json"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert chat.cookies["penstock-ui-7860"] not in file.read_text()
@@ -158,6 +159,9 @@ def test_without_a_login_only_this_machine_may_ask(tmp_path: Path, gateway: Gate
     assert chat.get("/who", headers={"host": "chat.localhost:7860"}).status_code == 200
     refusal = chat.get("/who", headers={"host": "evil.example"})
     assert refusal.status_code == 403 and "ui.login: keys" in refusal.text
+    # A name that was made to point here is the same site as its page, which may set any header.
+    assert chat.get("/who", headers={"host": "evil.example", "x-forwarded-host": "127.0.0.1"}).status_code == 403
+    assert "set-cookie" not in chat.get("/").headers
     assert page(tmp_path, gateway, has_login=False, root_path="/x").get(
         "/who", headers={"host": "proxy.example"}
     ).status_code == 200  # fmt: skip

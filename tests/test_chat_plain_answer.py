@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from penstock.chat.page import plain_answer
-from penstock.chat.page.plain_answer import PlainAnswer, StopButton, grow, together
+from penstock.chat.page.pacing import StopButton
+from penstock.chat.page.plain_answer import PlainAnswer, grow, together
 from penstock.chat.page.sessions import Visitor
 from penstock.errors import PenstockError
 from penstock.spec.gateway import Price

@@ -86,6 +86,10 @@ def test_an_answer_that_is_stopped_keeps_what_was_said() -> None:
     assert turn.text == "" and turn.statistics is not None and turn.statistics.finish_reason == "stopped"
 
 
+def test_a_stop_after_the_end_changes_nothing() -> None:
+    assert answer(FakeUpstream(Chunk("Good", 0.1), REPLY, None), stops=True).finish_reason == "stop"
+
+
 def test_a_lost_answer_goes_on_where_it_broke_off() -> None:
     upstream = FakeUpstream(Chunk(" morning", 0.1), REPLY)
     turn = answer(upstream, "half")

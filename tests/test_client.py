@@ -136,10 +136,23 @@ def test_times_count_from_the_request_and_speed_from_the_first_piece() -> None:
         (piece,) = reader.feed(event, at_s)
         assert isinstance(piece, Chunk)
         assert piece.at_s == at_s
-    assert (reader.feed(b"data: [DONE]\n\n", 1.5), reader.is_done) == ([], True)
+    assert ([*reader.feed(b"data: [DONE]\n\n", 1.5)], reader.is_done) == ([], True)
     reply = reader.reply(2.0)
     assert (reply.ttft_s, reply.duration_s, reply.tokens_per_s) == (0.5, 2.0, 20.0)
     assert (reply.output_tokens, reply.replica, reply.request_id) == (11, "3", "abc")
+
+
+def test_text_that_came_together_with_the_error_after_it_is_given_before_it() -> None:
+    stream = StreamReader(None, None).feed(delta("half") + b'data: {"error":{"message":"engine lost"}}\n\n', 0.5)
+    assert next(stream) == Chunk("half", 0.5)
+    with pytest.raises(BrokenAnswer, match="engine lost"):
+        next(stream)
+
+
+def test_half_a_surrogate_pair_is_no_text() -> None:
+    reader = StreamReader(None, None)
+    (chunk,) = reader.feed(b'data: {"choices":[{"delta":{"content":"a\\ud83d \\ud83d\\ude00"}}]}\n\n', 0.5)
+    assert isinstance(chunk, Chunk) and chunk.text == reader.answer.text == "a\ufffd \U0001f600"
 
 
 @pytest.mark.parametrize(
@@ -195,11 +208,11 @@ def test_reasoning_comes_apart_from_the_answer_and_starts_the_clock() -> None:
 
 def test_the_time_of_reasoning_ends_with_the_answer() -> None:
     reader = StreamReader("0", None)
-    reader.feed(b'data: {"choices":[{"delta":{"reasoning":"h"}}]}\n\n', 1.0)
-    reader.feed(b'data: {"choices":[{"delta":{"reasoning":"m"}}]}\n\n', 2.0)
+    assert [*reader.feed(b'data: {"choices":[{"delta":{"reasoning":"h"}}]}\n\n', 1.0)]
+    assert [*reader.feed(b'data: {"choices":[{"delta":{"reasoning":"m"}}]}\n\n', 2.0)]
     assert (reader.answer.reply(2.5).reasoning, reader.answer.reply(2.5).reasoning_s) == ("hm", 1.0)
-    reader.feed(delta("a"), 4.0)
-    reader.feed(delta("b", "stop"), 9.0)
+    assert [*reader.feed(delta("a"), 4.0)]
+    assert [*reader.feed(delta("b", "stop"), 9.0)]
     assert (reader.reply(9.0).reasoning_s, reader.reply(9.0).text) == (3.0, "ab")
 
 
@@ -240,7 +253,7 @@ def test_tool_calls_grow_piece_by_piece_and_come_whole_in_the_reply() -> None:
 )
 def test_cached_tokens_are_read(facts: dict[str, object]) -> None:
     reader = StreamReader("0", None)
-    reader.feed(b"data: " + msgspec.json.encode({"choices": []} | facts) + b"\n\n", 1.0)
+    assert not [*reader.feed(b"data: " + msgspec.json.encode({"choices": []} | facts) + b"\n\n", 1.0)]
     assert (reader.answer.reply(1.0).prompt_tokens, reader.answer.reply(1.0).cached_tokens) == (18, 12)
 
 
@@ -254,7 +267,7 @@ def test_cached_tokens_are_read(facts: dict[str, object]) -> None:
 )
 def test_odd_types_in_an_answer_are_passed_over(odd: dict[str, object]) -> None:
     reader = StreamReader("0", None)
-    assert reader.feed(b"data: " + msgspec.json.encode(odd) + b"\n\n", 1.0) == []
+    assert not [*reader.feed(b"data: " + msgspec.json.encode(odd) + b"\n\n", 1.0)]
     reply = reader.answer.reply(1.0)
     assert (reply.text, reply.prompt_tokens, reply.model, reply.finish_reason) == ("", None, None, None)
 
@@ -286,9 +299,9 @@ def test_other_comments_tell_nothing(comment: str) -> None:
 
 def test_an_error_event_keeps_the_words_of_the_server() -> None:
     reader = StreamReader("0", None)
-    reader.feed(delta("half"), 1.0)
+    assert [*reader.feed(delta("half"), 1.0)]
     with pytest.raises(BrokenAnswer) as caught:
-        reader.feed(ERROR_EVENT, 2.0)
+        list(reader.feed(ERROR_EVENT, 2.0))
     assert caught.value.words is not None
     assert (caught.value.words.code, caught.value.words.source) == ("500", "gateway")
     assert reader.answer.text == "half"

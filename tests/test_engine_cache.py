@@ -9,12 +9,13 @@ import msgspec
 import pytest
 from samples import LLAMA_70B, deployment, gpu_machine
 
-from penstock.engines import Command, Place
+from penstock.engines import Command, Place, Seen
 from penstock.engines.vllm import names
 from penstock.engines.vllm.engine import Vllm
 from penstock.node import engine_cache, engine_process
 from penstock.planner import Plan, launch
 from penstock.planner.launch import Sized
+from penstock.wire.announcement import Progress
 
 VLLM = Vllm()
 KEPT = Place("127.0.0.1", 41000, "/tmp/penstock-0a1b2c-0", "/venv/bin/python", cache="/home/me/cache")
@@ -69,6 +70,17 @@ def test_another_share_of_the_gpu_has_another_startup_plan_and_the_same_compiled
     assert first.defaults["TRITON_CACHE_DIR"] == other.defaults["TRITON_CACHE_DIR"] == "/home/me/cache/triton"
     assert set(first.links.values()) == set(other.links.values()) >= {"/home/me/cache/torch_compile_cache"}
     assert VLLM.command(plan(gpu_memory_utilization=0.9), KEPT) == first
+
+
+def test_the_size_of_the_kv_cache_is_known_of_a_start_with_a_startup_plan() -> None:
+    line = "Initial free memory 78.61 GiB, reserved 55.62 GiB memory for KV Cache as specified by kv_cache_memory_bytes"
+    seen = VLLM.read(line, Seen(Progress("compile")), plan())
+    assert (seen.measured, seen.progress.stage) == ({"kv_cache_gib": 55.62}, "kv cache")
+
+
+@pytest.mark.parametrize("line", ["Directly load AOT compilation from path /x", "Directly load the compiled graph(s)"])
+def test_loading_what_was_compiled_before_is_the_stage_of_compiling(line: str) -> None:
+    assert VLLM.read(line, Seen(Progress("weights")), plan()).progress.stage == "compile"
 
 
 @pytest.mark.parametrize(("version", "is_on"), [("0.31.2", False), ("0.32.0", True), ("0.33.0", True), ("mine", False)])

@@ -177,6 +177,15 @@ def test_shards_are_counted_with_speed_and_time_left(words: str, progress: tuple
     assert seen.progress == Progress(*progress)
 
 
+def test_other_load_formats_show_how_far_they_are() -> None:
+    plan = msgspec.structs.replace(demo_plan("vllm"), model=LLAMA_70B)
+    for head in ("InstantTensor loader:  50% Completed | 65.7G/131G", "Runai Model Streamer:  50% Completed | 362/723"):
+        (seen,) = read([f"Loading safetensors using {head} [00:40<00:40, 1.6GB/s]"], plan)
+        assert seen.progress == Progress("weights", None, None, 141_107_412_992 / 2 / 40, 40.0, 0.6)
+    (seen,) = read(["Multi-thread loading shards:  50% Completed | 15/30 [00:40<01:20,  2.1s/it]"], plan)
+    assert (seen.progress.shards_done, seen.progress.shards_total) == (15, 30)
+
+
 def test_of_several_ranks_the_fullest_counts() -> None:
     usage = "Actual usage is {} GiB for consumed memory (weights + non-torch), {} GiB for peak activation, and 0.4 GiB"
     lines = [

@@ -57,14 +57,14 @@ def test_a_start_is_one_event_with_the_seconds_of_its_stages() -> None:
 
 
 def test_how_the_weights_are_loaded_is_noted_once_and_what_it_took() -> None:
-    words = "131 GiB at 2.10 GB/s on ext4: about 1m06s; prefetch, since eight readers get 3.0 times the rate of one"
+    words = "131 GiB at 2.10 GB/s on ext4: about 1m06s to read; prefetch, since it is on a network"
     loading = state(row(state="loading", loading=words), phase="starting")
     (weights,), noted = changes(loading, Noted("starting"))
     assert (weights.kind, weights.text, weights.replica) == ("weights", words, "0")
     measured = {"load_s": 70.2, "load_expected_s": 67.0}
     ready = state(row(started_at=5.0, ready_after_s=90.0, loading=words, measured=measured), phase="starting")
     (start,), _ = changes(ready, noted)
-    assert start.text == "ready after 1m30s; the weights were read in 1m10s, expected were 1m07s"
+    assert start.text == "ready after 1m30s; weights loaded in 1m10s (1m07s expected to read them)"
 
 
 def test_restarts_of_an_engine_and_drains_are_noted_once() -> None:

@@ -21,6 +21,7 @@ echo "0, GPU-4f1c, NVIDIA H200, 143771, 143000"
 """
 # `vllm serve FOLDER ...`: the log of the real start, then the fake engine.
 SERVE = """
+import os
 import sys
 from pathlib import Path
 
@@ -30,6 +31,10 @@ words = sys.argv[3:]
 at = words.index("--served-model-name")
 names = [word for word in words[at + 1 : words.index("--host")]]
 place = [*words[words.index("--host") :][:2], *words[words.index("--port") :][:2]]
+plan = Path(os.environ["VLLM_CACHE_ROOT"]) / "startup_plan" / "plan.json"
+if os.environ["VLLM_ENABLE_STARTUP_PLAN"] == "1":
+    plan.parent.mkdir()
+    plan.write_text("")
 print(Path({log!r}).read_text("utf-8"), flush=True)
 sys.exit(main(["--model", sys.argv[2], "--served-model-name", *names, *place, "--load-s", "0"]))
 """
@@ -75,7 +80,9 @@ def test_what_a_start_reports_is_shown_and_planned_with(place: Place) -> None:
     planned = before["memory"]["kv_cache_gib"]["likely"]
     line = f"110.98 GiB of KV cache a GPU, planned {planned:.2f} ({110.98 / planned - 1:+.1%})"
     assert line in done.out
-    assert line in call("status", "gpu").out
+    status = call("status", "gpu").out
+    assert line in status
+    assert "replica 0 ready after" in status.split("starts, newest first:")[1]
     difference = call("status", "gpu", "--json").json["kv_cache"]["0"]
     assert difference["measured_kv_gib"] == 110.98
     assert difference["planned_kv_gib"] == pytest.approx(planned, abs=0.01)
@@ -84,5 +91,10 @@ def test_what_a_start_reports_is_shown_and_planned_with(place: Place) -> None:
     assert after["memory"]["kv_cache_gib"]["likely"] == pytest.approx(110.98, abs=0.02)
     assert "measured at an earlier start on" in " ".join(after["warnings"])
     assert call("plan", path, "--no-measured", "--json").json == before
+    assert before["start"] is None and after["start"]["n_starts"] == 1
+    (cache,) = (run.path.parent.parent / "engine-cache").glob("vllm-0.33.0/*")
+    (start,) = cache.glob("start-*")
+    assert (start / "startup_plan" / "plan.json").exists()
+    assert (start / "torch_compile_cache").resolve() == cache / "torch_compile_cache"
     again = call("up", path, "--dry-run", "--json", "--name", "other", "--set", "gateway.port=0").json
     assert again["plan"]["forecast"]["kv_cache_gib"] == pytest.approx(110.98, abs=0.02)

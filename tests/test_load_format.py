@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 from samples import demo_plan, deployment
 
-from penstock.engines import Disk, LoadChoice, Place
+from penstock.engines import Diagnosis, Disk, LoadChoice, Place, Seen
 from penstock.engines.vllm.engine import Vllm
 from penstock.engines.vllm.load_format import Setting, choose
 from penstock.errors import SpecError
@@ -18,8 +20,10 @@ from penstock.models.read_rate import Reading, expected, file_system_of, is_of_n
 from penstock.node import load_choice
 from penstock.node.local_processes import NodeArgs, Prerequisites
 from penstock.node.readings import Readings
+from penstock.node.supervisor import NodeSupervisor
 from penstock.planner import Plan
 from penstock.text import GIB, MIB
+from penstock.wire.announcement import Progress
 
 ALL = ("instanttensor", "runai_model_streamer")
 CUDA = Setting("cuda", packages=ALL)
@@ -34,9 +38,9 @@ def disk(
     free_gib: float = 500,
     is_direct: bool = True,
 ) -> Disk:
-    """Files of `n_gib` on a disk of that rate; `alone`: the rate of one reader, GB/s."""
-    one = None if alone is None else alone * 1e9
-    reading = Reading("/m/a", int(gb_per_s * 1e9), 1.0, is_direct, cached, file_system, one)
+    """Files of `n_gib` on a disk of that rate; `alone`: the rate of one reader that maps them, GB/s."""
+    one = (alone or gb_per_s) * 1e9
+    reading = Reading("/m/a", int(gb_per_s * 1e9), 1.0, is_direct, cached, file_system, one, gb_per_s * 1e9)
     return Disk(int(n_gib * GIB), reading, int(free_gib * GIB))
 
 
@@ -57,7 +61,7 @@ def disk(
         (disk(700, 1.2, "lustre"), CUDA, {"load-format": "runai_streamer"}, "do not fit in 500 GiB"),
         (disk(700, 1.2, "lustre"), Setting("cuda", 2, ALL), {}, "do not fit in 500 GiB"),
         (disk(700, 1.2, "lustre"), Setting("cuda"), {}, "do not fit in 500 GiB"),
-        (disk(16, 2.1, "ext4", alone=2.0), Setting("cpu", packages=ALL), {}, "one reader gets all"),
+        (disk(16, 6.0, "ext4", alone=2.0), Setting("cpu", packages=ALL), {}, "default"),
         (disk(16, 1.0, "nfs"), Setting("cpu"), {"safetensors-load-strategy": "prefetch"}, "over a network"),
         (disk(300, 1.0, "nfs"), Setting("cpu"), {}, "do not fit"),
     ],
@@ -70,8 +74,8 @@ def test_the_load_follows_from_what_was_measured(
 
 
 def test_a_rate_becomes_a_time_in_words() -> None:
-    assert expected(131 * GIB, 2.1e9, "ext4") == "131 GiB at 2.10 GB/s on ext4: about 1m06s"
-    assert expected(GIB, 1e9, "") == "1.0 GiB at 1.00 GB/s: about 1.1 s"
+    assert expected(131 * GIB, 2.1e9, "ext4") == "131 GiB at 2.10 GB/s on ext4: about 1m06s to read"
+    assert expected(GIB, 1e9, "") == "1.0 GiB at 1.00 GB/s: about 1.1 s to read"
 
 
 def test_the_file_system_is_that_of_the_deepest_mount() -> None:
@@ -102,17 +106,18 @@ def model_file(tmp_path: Path) -> Iterator[Path]:
 
 def test_files_are_read_past_the_cache_or_by_way_of_it(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = read_rate.measure([model_file], seconds=0.2)
-    assert found is not None and found.took_s > 0 and found.alone_bytes_per_s
-    assert found.n_bytes == 32 * MIB  # the other block was for one reader
-    plain, tried = read_rate._read, list[bool]()
+    assert found is not None and found.took_s > 0 and found.mapped_bytes_per_s and found.buffered_bytes_per_s
+    assert (found.n_bytes, found.rate("direct")) == (8 * MIB, found.bytes_per_s)  # the fourth block is not there
+    plain, tried = read_rate._read, list[str]()
 
-    def without(blocks: read_rate.Blocks, n: int, seconds: float, is_direct: bool) -> tuple[int, float] | None:
-        tried.append(is_direct)
-        return None if is_direct else plain(blocks, n, seconds, is_direct)
+    def without(blocks: read_rate.Blocks, way: read_rate.Way, seconds: float) -> tuple[int, float] | None:
+        tried.append(way)
+        return None if way == "direct" else plain(blocks, way, seconds)
 
     monkeypatch.setattr(read_rate, "_read", without)  # a file system that knows no O_DIRECT
     found = read_rate.measure([model_file], seconds=0.2)
-    assert found is not None and not found.is_direct and tried == [True, True, False, False]
+    assert found is not None and not found.is_direct and tried == ["mapped", "buffered", "direct"]
+    assert found.rate("direct") == found.bytes_per_s == pytest.approx(found.rate("buffered"), rel=0.01)
     assert read_rate.measure([model_file.parent / "absent"]) is None and read_rate.measure([]) is None
 
 
@@ -151,14 +156,15 @@ def test_a_choice_becomes_flags_and_words(model_file: Path) -> None:
     command = Vllm().command(chosen.plan, Place("127.0.0.1", 1, "/tmp/x", "python"))
     assert " ".join(command.argv).endswith("--seed 7 --load-format instanttensor")
     assert chosen.text == (
-        "131 GiB at 2.10 GB/s on ext4: about 1m06s; instanttensor, since ext4 gives 2.1 GB/s past the page cache"
+        "131 GiB at 2.10 GB/s on ext4: about 1m06s to read; "
+        "instanttensor, since ext4 gives 2.1 GB/s past the page cache"
     )
     assert chosen.has_format and chosen.expected_s == pytest.approx(67.0)
     of_network = disk(131, 2.1, "nfs4", alone=0.5)
     chosen = load_choice.with_choice(plan, of_network, lambda _, files: choose(files, CUDA))
     assert chosen.plan.args == {"seed": 7, "safetensors-load-strategy": "prefetch"} and not chosen.has_format
     slow = load_choice.with_choice(plan, disk(131, 2.0, "ext4", alone=0.5), lambda *_: LoadChoice("so"))
-    assert slow.plan.args == {"seed": 7} and slow.text == "131 GiB at 0.50 GB/s on ext4: about 4m41s; so"
+    assert slow.plan.args == {"seed": 7} and slow.text == "131 GiB at 0.50 GB/s on ext4: about 4m41s to read; so"
 
 
 def test_only_large_models_that_are_not_in_memory_are_measured(
@@ -195,6 +201,26 @@ def test_a_start_that_failed_with_a_chosen_format_is_repeated_without_it(
     assert needs.resolve()[0].args == {"seed": 7, "load-format": "instanttensor"}
     assert needs.drop_format() and needs.resolve()[0].args == {"seed": 7} and not needs.drop_format()
     assert needs.loading.text.startswith("the engine's default") and needs.loading.expected_s is None
+
+
+def test_a_node_gives_up_at_once_only_where_no_format_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine dies while it loads the weights, for a reason that would be final."""
+    has_format, starts, failed = [True], list[str](), list[str]()
+    node = NodeSupervisor.__new__(NodeSupervisor)
+    node.stops = 0
+    progress = Seen(Progress("weights", fraction=0.5))
+    stub: Any = SimpleNamespace(seen=progress, was_ready=False, reason=None, restarting=lambda _: None)
+    node._report, node._announcer = stub, SimpleNamespace(start=lambda: None)  # type: ignore[assignment]
+    node._prerequisites = SimpleNamespace(drop_format=lambda: bool(has_format and has_format.pop()))  # type: ignore[assignment]
+
+    def run_engine() -> Diagnosis:
+        starts.append("weights")
+        return Diagnosis("vLLM exited with code 1: ImportError", is_final=True)
+
+    for name, stand_in in (("_run_engine", run_engine), ("_refresh", lambda: None), ("_pause", lambda _: None)):
+        monkeypatch.setattr(node, name, stand_in)
+    monkeypatch.setattr(node, "_fail", lambda diagnosis: failed.append(diagnosis.reason))
+    assert node.run() == 1 and len(starts) == 2 and len(failed) == 1
 
 
 def test_a_format_of_the_file_is_passed_on() -> None:

@@ -123,6 +123,10 @@ def test_nothing_is_kept_of_what_was_not_planned_or_did_not_report() -> None:
     on_cpu = launch.make(deployment(), DEMO, cpu_machine(), "vllm", "0.32.0", 1)
     assert measured.keep(on_cpu, H200_START, NOW) is None
     assert measured.keep(up(), {"load_s": 1.0}, NOW) is None
+    complete = kept(up())
+    assert measured.keep(up(), {"kv_cache_gib": 110.9}, NOW) is None  # a start with vLLM's start-up plan
+    assert planning.solve(H200).measured_on is not None
+    complete.unlink()
     path = measured.keep(up(), {"kv_cache_gib": 110.98}, NOW)  # kept without all its numbers: it replaces nothing
     assert path is not None and path.name == "TP1-PP1-DP1.json"
     assert planning.solve(H200).measured_on is None

@@ -197,6 +197,9 @@ SETTINGS = (
     "observe={prometheus: true, grafana: true}",
     "workload={ttft_ms: 30000, tpot_ms: 10000}",
     "engine.env.OTEL_BSP_SCHEDULE_DELAY=200",  # milliseconds, in place of 5 s
+    # Accepted by vLLM, as `engine.load: auto` passes them.
+    "engine.load=safetensors",
+    "engine.args.safetensors-load-strategy=prefetch",
 )
 FLAGS = {"vllm": tuple(word for setting in SETTINGS for word in ("--set", setting))}
 ENGINES = [pytest.param("llamacpp", marks=pytest.mark.llamacpp), pytest.param("vllm", marks=pytest.mark.vllm)]

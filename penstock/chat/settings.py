@@ -125,8 +125,10 @@ def number(name: str, text: str) -> float | int | None:
     """A number of BOUNDS as a person types it; None for an empty text. Raises UserError for what is no number."""
     text, is_whole = text.strip(), BOUNDS[name].is_whole
     try:
-        return None if not text else int(text) if is_whole else float(text.replace(",", "."))
-    except ValueError:
+        value = None if not text else int(text) if is_whole else float(text.replace(",", "."))
+        float(value or 0)  # a whole number may be longer than any bound can be compared with in words
+        return value
+    except (ValueError, OverflowError):
         kind = "a whole number" if is_whole else "a number"
         raise UserError(f'cannot set {name} to "{text[:40]}"', hint=f"It is {kind}.") from None
 

@@ -41,12 +41,6 @@ def register_run(parser: argparse.ArgumentParser) -> None:
     arguments.complete(parser, _run, examples)
 
 
-def register_pull(parser: argparse.ArgumentParser) -> None:
-    arguments.add_source(parser, "a YAML file or a hub id")
-    arguments.add_engine(parser)
-    arguments.complete(parser, _pull, ("penstock pull Qwen/Qwen3-0.6B",))
-
-
 def register_render(parser: argparse.ArgumentParser) -> None:
     arguments.add_deployment(parser)
     arguments.add_json(parser)
@@ -110,7 +104,7 @@ def register_clean(parser: argparse.ArgumentParser) -> None:
 def _up(options: argparse.Namespace) -> int:
     from penstock import run_folder
     from penstock.cli import progress, status_text
-    from penstock.deployment import prepare, start
+    from penstock.deployment import prepare, start, start_times
 
     deployment = arguments.deployment_of(options)
     if options.dry_run:
@@ -127,6 +121,9 @@ def _up(options: argparse.Namespace) -> int:
         if not options.json and not started.was_running:
             for warning in run.plan().warnings:
                 print(f"warning: {warning}", file=sys.stderr)
+            expected = start_times.expected(start_times.key_of(run.plan()))
+            if expected is not None:
+                print(f"{started.name} {start_times.show(expected)}")
         if options.no_wait:
             start.wait_listening(run)
             return 0
@@ -155,13 +152,6 @@ def _run(options: argparse.Namespace) -> int:
         code = _up(start) if code is None else code
     prompt = ["--message", " ".join(options.prompt)] if options.prompt else []
     return code or main.run(["chat", name, *prompt])
-
-
-def _pull(options: argparse.Namespace) -> int:
-    from penstock.models import files
-
-    print(files.locate(arguments.deployment_of(options)))
-    return 0
 
 
 def _launch_id(name: str) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penstock.cli import output
-from penstock.deployment import planning
+from penstock.deployment import planning, start_times
 from penstock.planner.ranges import Range
 from penstock.planner.request import (
     KvAnswer,
@@ -177,7 +177,8 @@ def _verdict(request: SizingRequest, sizing: Sizing) -> list[Grid]:
     if sizing.layout is not None:
         n_all = request.nodes * request.gpus_per_node
         spans.append((f"  {layout_text(sizing.layout)}: {sizing.layout.n_ranks} of {_count(n_all, 'GPU')}", ""))
-    reasons = [[reason] for reason in (*sizing.missed, sizing.reason)]
+    start = (start_times.show(sizing.start),) if sizing.start is not None else ()
+    reasons = [[reason] for reason in (*sizing.missed, sizing.reason, *start)]
     return [Grid([[subject_text(request, sizing)], [tuple(spans)]], indent=0), Grid(reasons)]
 
 

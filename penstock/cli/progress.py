@@ -54,6 +54,7 @@ class StartDisplay:
                 self._show_event(replica)
             else:
                 self._show_line(replica)
+            self._show_loading(replica)
 
     def _show_part(self, name: str, part: Part) -> None:
         """A part that its target places and that waits: its bar goes when it runs."""
@@ -92,6 +93,17 @@ class StartDisplay:
     def _show_line(self, replica: ReplicaStatus) -> None:
         front = f"{self._elapsed()} replica {replica.replica}: "
         self._print_change(replica.replica, f"{replica.state} {progress_text(replica)}".strip(), front)
+
+    def _show_loading(self, replica: ReplicaStatus) -> None:
+        """Once, above the bars: what was measured of the weights' disk. As JSON it is in `penstock events`."""
+        words = replica.announcement.loading if replica.announcement else ""
+        if not words or self._as_json:
+            return
+        if self._bars is None:
+            self._print_change(f"weights {replica.replica}", words, f"{self._elapsed()} replica {replica.replica}: ")
+        elif self._last.get(f"weights {replica.replica}") != words:
+            self._last[f"weights {replica.replica}"] = words
+            self._bars.console.print(f"replica {replica.replica}: {words}", markup=False, highlight=False)
 
     def _elapsed(self) -> str:
         return f"[{time.monotonic() - self._began:5.1f} s]"

@@ -20,13 +20,16 @@ from penstock.hardware import Machine
 from penstock.planner import Device, Plan
 from penstock.run_folder import Part, ReplicaStatus, Run, State
 from penstock.spec.blocks import SHARED
-from penstock.text import show_bytes, show_seconds, show_usd
+from penstock.text import printable, show_bytes, show_seconds, show_usd
 from penstock.wire.announcement import Progress, Restart
 
 if TYPE_CHECKING:
     from penstock.deployment.preflight import Finding
     from penstock.deployment.prepare import Prepared
     from penstock.deployment.start import Started
+
+
+_SHOWN_STARTS = 8
 
 
 def command_name() -> str:
@@ -175,6 +178,9 @@ def status_text(run: Run, state: State, now: float) -> str:
     lines.append(table(rows, ("PART", "STATE", "PID", "RESTARTS", "")))
     for replica in state.replicas:
         lines += _node_lines(replica)
+    starts = _starts(run, now)
+    if starts:
+        lines += ["", "starts, newest first:", table(starts, indent=2)]
     reasons = _reasons(state, now)
     if reasons:
         lines += ["", "restarts, newest first:", table(reasons, indent=2)]
@@ -256,6 +262,17 @@ def _node_lines(replica: ReplicaStatus) -> list[str]:
         rows.append((f"{node.rank} {node.host}", node.state, address, gpus, ranks, node.reason or ""))
     head = ("NODE", "STATE", "ADDRESS", "GPUS", "RANKS", "")
     return ["", f"nodes of replica {replica.replica}:", table(rows, head, indent=2)]
+
+
+def _starts(run: Run, now: float) -> list[tuple[str, str]]:
+    """What each start of this launch took, by stage, also those of replicas that are gone."""
+    since = run.record().created_at
+    ready = [event for event in run.events(recent=True) if event.event == "replica ready" and event.at >= since]
+    newest = sorted(ready, key=lambda event: event.at, reverse=True)[:_SHOWN_STARTS]
+    return [
+        (f"{show_seconds(max(0.0, now - event.at))} ago", f"replica {event.replica} {printable(event.text)}")
+        for event in newest
+    ]
 
 
 def _reasons(state: State, now: float) -> list[tuple[str, str]]:

@@ -29,7 +29,8 @@ def read(key: Key) -> tuple[dict[Parallel, MemoryMeasurement], tuple[str, ...]]:
 
 
 def keep(plan: Plan, reported: Mapping[str, float], now: float) -> Path | None:
-    """Keep what a plan's engine reported, in place of an earlier start; None when there is nothing to keep.
+    """Keep what a plan's engine reported, in place of an earlier start; None when there is nothing to keep: an engine
+    that took the size of its KV cache from an earlier start measures nothing, and does not replace what that measured.
     `now` is in Unix seconds. Raises OSError."""
     forecast, kv_cache_gib = plan.forecast, reported.get("kv_cache_gib")
     if forecast is None or kv_cache_gib is None:
@@ -51,6 +52,8 @@ def keep(plan: Plan, reported: Mapping[str, float], now: float) -> Path | None:
     cut = plan.layout
     name = f"TP{cut.tensor}-PP{cut.pipeline}-DP{cut.data}{'-EP' if cut.expert else ''}.json"
     path = _folder(forecast.key) / name
+    if measurement.consumed_gib is None and path.exists():
+        return None
     path.parent.mkdir(parents=True, exist_ok=True)
     paths.write_atomically(path, msgspec.json.format(msgspec.json.encode(measurement), indent=2))
     return path

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.deployment import measured
+from penstock.deployment import measured, start_times
 from penstock.engines.vllm import names
 from penstock.engines.vllm.engine import pass_through
 from penstock.errors import NotModelled, UserError
@@ -43,8 +43,12 @@ def solve(
     gpu = card or catalog.gpu(request.gpu)
     if network is None and request.network:
         network = catalog.link(request.network)
-    kept, damage = measured.read(_kept_under(request, gpu)) if with_measured else ({}, ())
+    key = _kept_under(request, gpu) if with_measured else None
+    kept, damage = measured.read(key) if key is not None else ({}, ())
     sizing = sizing_of(request, gpu, network, kept)
+    if sizing.fits and sizing.layout is not None and key is not None:
+        expected = start_times.expected(start_times.planned_key(key, sizing.layout))
+        sizing = msgspec.structs.replace(sizing, start=expected)
     notes = (*request.facts.notes, *damage, *_uncounted(request.more_args))
     more = tuple(note for note in notes if note not in sizing.warnings)
     return msgspec.structs.replace(sizing, warnings=(*more, *sizing.warnings)) if more else sizing

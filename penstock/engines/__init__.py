@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.errors import Problem
-from penstock.models.read_rate import Reading
+from penstock.models.read_rate import Reading, Way
 from penstock.planner import Plan
 from penstock.spec.deployment import Scalar
 from penstock.wire.announcement import Progress
@@ -95,10 +95,12 @@ class Disk(msgspec.Struct, frozen=True):
 
 
 class LoadChoice(msgspec.Struct, frozen=True):
-    """How an engine shall load: flags as `engine.args` has them, and why, as the end of a sentence."""
+    """How an engine shall load: flags as `engine.args` has them, and why, as the end of a sentence. `way`: how it then
+    reads."""
 
     why: str
     args: dict[str, Scalar | list[Scalar]] = {}
+    way: Way = "mapped"
 
 
 class Death(NamedTuple):

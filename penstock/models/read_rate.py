@@ -1,20 +1,22 @@
 """How fast this machine reads a model's files: `python -m penstock.models.read_rate FOLDER` prints it as JSON.
 
-A page cache hides the disk, so the files are read past it (O_DIRECT), or where the file system cannot do that, after
-their pages were dropped. First by one reader, as an engine that maps its files reads, then by eight.
+In three ways, as engines read: one reader that maps the files, eight that read them into the page cache, eight that
+read past it (O_DIRECT, where the file system can). What is measured is not in the page cache: pages are dropped first.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import psutil
@@ -24,8 +26,7 @@ from penstock.text import GIB, MIB, show_bytes, show_seconds
 
 # Enough to leave a disk's own cache behind, little enough for a network file system that gives 100 MB/s.
 _READ_BYTES, _READ_S = GIB, 2.0
-_BLOCK_BYTES, _N_READERS = 8 * MIB, 8
-_ALONE_SHARE = 0.4  # of the time, for one reader
+_BLOCK_BYTES = 8 * MIB
 _HANG_S = 1.0  # NFS without its server hangs: so much longer is waited
 _N_SAMPLES = 64
 CACHED_SHARE = 0.9  # from it on files count as in memory
@@ -34,12 +35,15 @@ CACHED_SHARE = 0.9  # from it on files count as in memory
 _OF_NETWORK = ("nfs", "lustre", "ceph", "beegfs", "gpfs", "wekafs", "cifs", "smb3", "9p", "glusterfs", "fuse.")
 _IN_MEMORY = ("tmpfs", "ramfs")
 
+Way = Literal["mapped", "buffered", "direct"]
+_READERS: dict[Way, int] = {"mapped": 1, "buffered": 8, "direct": 8}  # threads of each way
 Blocks = Iterator[tuple[Path, int]]
 
 
 class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A part of a model's files, read by eight without the page cache (`is_direct`), or with `cached_share` of the
-    files in there. `path`: the first of the files; `alone_bytes_per_s`: the rate of one reader."""
+    """A part of a model's files, read by eight: past the page cache (`is_direct`), or into it where the file system
+    cannot do that. `path`: the first of the files, of which `cached_share` was in memory before. `mapped_bytes_per_s`:
+    the rate of one reader that maps the files; `buffered_bytes_per_s`: of eight by way of the page cache."""
 
     path: str
     n_bytes: int
@@ -47,11 +51,17 @@ class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
     is_direct: bool
     cached_share: float | None
     file_system: str = ""
-    alone_bytes_per_s: float | None = None
+    mapped_bytes_per_s: float | None = None
+    buffered_bytes_per_s: float | None = None
 
     @property
     def bytes_per_s(self) -> float:
         return self.n_bytes / max(self.took_s, 1e-9)
+
+    def rate(self, way: Way) -> float:
+        """Bytes per second of a way; the least of what was measured where that is not known."""
+        known = {"mapped": self.mapped_bytes_per_s, "buffered": self.buffered_bytes_per_s, "direct": self.bytes_per_s}
+        return known[way] or min(filter(None, known.values()))
 
     @property
     def is_of_network(self) -> bool:
@@ -78,10 +88,10 @@ def file_system_of(path: str, mounts: Sequence[tuple[str, str]]) -> str:
 
 
 def expected(n_bytes: int, bytes_per_s: float, file_system: str) -> str:
-    """What a load will take at best, in words: "131.0 GiB at 2.10 GB/s on ext4: about 1 min 7 s". Pure."""
+    """What reading takes, in words: "131 GiB at 2.10 GB/s on ext4: about 1m06s to read". Pure."""
     where = f" on {file_system}" if file_system else ""
     rate = f"{bytes_per_s / 1e9:.2f} GB/s"
-    return f"{show_bytes(n_bytes)} at {rate}{where}: about {show_seconds(n_bytes / max(bytes_per_s, 1.0))}"
+    return f"{show_bytes(n_bytes)} at {rate}{where}: about {show_seconds(n_bytes / max(bytes_per_s, 1.0))} to read"
 
 
 def spread(sizes: Sequence[tuple[Path, int]], n_bytes_max: int) -> list[tuple[Path, int]]:
@@ -93,7 +103,7 @@ def spread(sizes: Sequence[tuple[Path, int]], n_bytes_max: int) -> list[tuple[Pa
 
 
 def measure(files: Sequence[Path], n_bytes_max: int = _READ_BYTES, seconds: float = _READ_S) -> Reading | None:
-    """The rate at which files are read from their disk; None when they cannot be. Blocks `seconds`, and one more
+    """The rates at which files are read from their disk; None when they cannot be. Blocks `seconds`, and one more
     where the file system hangs."""
     try:
         sizes = [(path, path.stat().st_size) for path in files]
@@ -102,19 +112,23 @@ def measure(files: Sequence[Path], n_bytes_max: int = _READ_BYTES, seconds: floa
     except OSError:
         return None
     blocks = spread([row for row in sizes if row[1]], n_bytes_max)
-    n_alone, began = len(blocks) // 3, time.monotonic()
-    for is_direct in (True, False) if blocks else ():
-        # Of other blocks than those of the eight: a disk has a cache too.
-        alone = _read(iter(blocks[:n_alone]), 1, seconds * _ALONE_SHARE, is_direct) if n_alone else None
-        if n_alone and alone is None and time.monotonic() - began > seconds * _ALONE_SHARE:
-            return None  # it hangs
-        together = _read(iter(blocks[n_alone:]), _N_READERS, seconds * (1 - _ALONE_SHARE), is_direct)
-        if together is not None:
-            rate = None if alone is None else round(alone[0] / max(alone[1], 1e-9))
-            return Reading(str(files[0]), *together, is_direct, cached, kind, rate)
-        if time.monotonic() - began > seconds * (1 - _ALONE_SHARE):
-            return None
-    return None
+    rates: dict[Way, tuple[int, float]] = {}
+    for number, way in enumerate(_READERS):  # each reads other blocks: a disk has a cache too
+        began = time.monotonic()
+        amount = _read(iter(blocks[number :: len(_READERS)]), way, seconds / len(_READERS))
+        if amount is not None:
+            rates[way] = amount
+        elif time.monotonic() - began > seconds / len(_READERS):
+            break  # it hangs
+    best = rates.get("direct") or rates.get("buffered") or rates.get("mapped")
+    if best is None:
+        return None
+    mapped, buffered = (_per_s(rates.get(way)) for way in ("mapped", "buffered"))
+    return Reading(str(files[0]), *best, "direct" in rates, cached, kind, mapped, buffered)
+
+
+def _per_s(amount: tuple[int, float] | None) -> float | None:
+    return None if amount is None else round(amount[0] / max(amount[1], 1e-9))
 
 
 def mounts() -> list[tuple[str, str]]:
@@ -122,24 +136,27 @@ def mounts() -> list[tuple[str, str]]:
     return [(part.mountpoint, part.fstype) for part in psutil.disk_partitions(all=True)]
 
 
-def _read(blocks: Blocks, n_readers: int, seconds: float, is_direct: bool) -> tuple[int, float] | None:
+def _read(blocks: Blocks, way: Way, seconds: float) -> tuple[int, float] | None:
     """(bytes, seconds); None where the file system cannot read this way, or hangs."""
     lock = threading.Lock()
     counts: list[int] = []
     errors: list[OSError] = []
     began = time.monotonic()
 
-    def next_block() -> tuple[Path, int] | None:
-        with lock:
-            return next(blocks, None) if time.monotonic() - began < seconds else None
-
     def reader() -> None:
         try:
-            _read_blocks(next_block, counts, is_direct)
+            # O_DIRECT needs memory that begins on a page, as anonymous memory does.
+            with mmap.mmap(-1, _BLOCK_BYTES) as buffer:
+                while time.monotonic() - began < seconds:
+                    with lock:
+                        block = next(blocks, None)
+                    if block is None:
+                        return
+                    counts.append(_read_block(*block, way, buffer))
         except OSError as exc:
             errors.append(exc)
 
-    threads = [threading.Thread(target=reader, daemon=True) for _ in range(n_readers)]
+    threads = [threading.Thread(target=reader, daemon=True) for _ in range(_READERS[way])]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -148,19 +165,21 @@ def _read(blocks: Blocks, n_readers: int, seconds: float, is_direct: bool) -> tu
     return None if errors or not n_bytes else (n_bytes, took_s)
 
 
-def _read_blocks(next_block: Callable[[], tuple[Path, int] | None], counts: list[int], is_direct: bool) -> None:
-    flags = os.O_RDONLY | (os.O_DIRECT if is_direct else 0)
-    # O_DIRECT needs memory that begins on a page, as anonymous memory does.
-    with mmap.mmap(-1, _BLOCK_BYTES) as buffer:
-        while (block := next_block()) is not None:
-            path, at = block
-            fd = os.open(path, flags)
-            try:
-                if not is_direct:
-                    os.posix_fadvise(fd, at, _BLOCK_BYTES, os.POSIX_FADV_DONTNEED)
-                counts.append(os.preadv(fd, [buffer], at))
-            finally:
-                os.close(fd)
+def _read_block(path: Path, at: int, way: Way, buffer: mmap.mmap) -> int:
+    """Bytes of one block, read into the buffer. Every way lets other threads of this process run."""
+    fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if way == "direct" else 0))
+    try:
+        if way != "direct":
+            os.posix_fadvise(fd, at, _BLOCK_BYTES, os.POSIX_FADV_DONTNEED)
+        if way != "mapped":
+            return os.preadv(fd, [buffer], at)
+        n_bytes = min(_BLOCK_BYTES, os.fstat(fd).st_size - at)
+        with mmap.mmap(fd, n_bytes, access=mmap.ACCESS_COPY, offset=at) as block:
+            array = ctypes.c_char * n_bytes
+            ctypes.memmove(array.from_buffer(buffer), array.from_buffer(block), n_bytes)
+        return n_bytes
+    finally:
+        os.close(fd)
 
 
 def cached_share(sizes: Sequence[tuple[Path, int]]) -> float | None:

@@ -63,8 +63,7 @@ def _choose(plan: Plan) -> Chosen:
 def with_choice(plan: Plan, disk: Disk, choose_load: Callable[[Plan, Disk], LoadChoice]) -> Chosen:
     """The plan with the flags that the engine chooses for this disk, and the words about it. Pure."""
     choice, reading = choose_load(plan, disk), disk.reading
-    one_reader = reading.alone_bytes_per_s or reading.bytes_per_s
-    bytes_per_s = reading.bytes_per_s if choice.args else min(one_reader, reading.bytes_per_s)
+    bytes_per_s = reading.rate(choice.way)
     # Ranks map the files and copy what they keep: a node reads its share at least.
     n_bytes = -(-disk.n_bytes // plan.n_nodes)
     return Chosen(

@@ -164,11 +164,19 @@ class Settings(msgspec.Struct, frozen=True):
     longest_model_len: int = 0
 
 
+class StartTime(msgspec.Struct, frozen=True):
+    """How long the next start may take, by `n_starts` earlier ones."""
+
+    seconds: Range
+    n_starts: int
+
+
 class Sizing(msgspec.Struct, frozen=True):
     """The answer: the nearest legal layout where none fits, no layout where none is legal.
 
     `memory` is None when --available-kv-gib replaced the estimate. `measured_on`: the day of the earlier start whose
     values replace the estimates, if any. `missed`: the speed targets of the request that the answer does not meet.
+    `start`: None before the first.
     """
 
     fits: bool
@@ -184,6 +192,7 @@ class Sizing(msgspec.Struct, frozen=True):
     engine_args: tuple[str, ...] = ()
     measured_on: str | None = None
     missed: tuple[str, ...] = ()
+    start: StartTime | None = None
     # Not in the JSON: for the terminal view and the picture.
     ranks: tuple[RankMemory, ...] = ()
     levers: tuple[Lever, ...] = ()
@@ -195,7 +204,7 @@ _VIEW_FIELDS = ("settings", "ranks", "levers", "users", "is_refused")
 
 
 def contract(sizing: Sizing) -> dict[str, Any]:
-    """The JSON of `penstock plan --json`: the fields up to `missed`, in this order."""
+    """The JSON of `penstock plan --json`: the fields up to `start`, in this order."""
     plain: dict[str, Any] = msgspec.to_builtins(sizing)
     return {key: value for key, value in plain.items() if key not in _VIEW_FIELDS}
 

@@ -185,9 +185,12 @@ class Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the hub once (`kubernetes.storage_class`, `storage_size`, `storage_access`). `pod`: each pod's own disk, filled when
     it starts. The others hold the model's folder and are only read: `pvc:CLAIM/PATH`, `gs://BUCKET/PATH` (Cloud Storage
     FUSE of GKE), `s3://BUCKET/PATH` (vLLM streams it), `image:REFERENCE` (an image volume), and a folder of the nodes.
+
+    `allow_pickle`: fetch weights that are pickled (*.bin, *.pt) where there are no others; loading them can run code.
     """
 
     weights: str | None = None
+    allow_pickle: bool = False
 
     @property
     def folder(self) -> str | None:

@@ -6,6 +6,7 @@ Failures are exceptions with the server's words (`ServerWords`), the same for al
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -196,9 +197,11 @@ class AnswerReader:
         text = part.get("content") or choice.get("text")
         chunks = []
         if isinstance(reasoning, str) and reasoning:
+            reasoning = _without_halves(reasoning)
             self._reasonings.append(reasoning)
             chunks.append(Chunk(reasoning, at_s, is_reasoning=True))
         if isinstance(text, str) and text:
+            text = _without_halves(text)
             self._texts.append(text)
             chunks.append(Chunk(text, at_s))
         calls = part.get("tool_calls")
@@ -217,9 +220,9 @@ class AnswerReader:
         function = _object(call.get("function"))
         name, arguments = function.get("name"), function.get("arguments")
         if isinstance(name, str) and name:
-            row.name = name
+            row.name = _without_halves(name)
         if arguments is not None:
-            row.arguments.append(arguments if isinstance(arguments, str) else json.dumps(arguments))
+            row.arguments.append(_without_halves(arguments) if isinstance(arguments, str) else json.dumps(arguments))
 
     def _mark(self, at_s: float, is_reasoning: bool) -> None:
         self._first_at_s = at_s if self._first_at_s is None else self._first_at_s
@@ -247,23 +250,22 @@ class StreamReader:
         """What the headers tell already: a replica has the request, unless the gateway holds it."""
         return [Waiting(PROMPT_STAGE, replica=self.answer.replica)] if self._has_replica else []
 
-    def feed(self, data: bytes, at_s: float) -> list[Chunk | Waiting]:
-        """What these bytes complete; empty `data` is the end of the body. Raises BrokenAnswer and PenstockError."""
+    def feed(self, data: bytes, at_s: float) -> Iterator[Chunk | Waiting]:
+        """What these bytes complete, read as it is iterated; empty `data` is the end of the body. Raises BrokenAnswer
+        and PenstockError, after the pieces that came before the error."""
         events = self._parser.feed(data) if data else self._parser.close()
-        pieces: list[Chunk | Waiting] = []
         for comment in self._comments:
             waiting = read_comment(comment)
             if waiting is not None:
                 self.answer.replica = waiting.replica or self.answer.replica
-                pieces.append(waiting)
+                yield waiting
         self._comments.clear()
         for event in events:
             if event.data.strip() == DONE:
                 self.is_done = True
                 break
-            pieces += self.answer.take(decode_json(event.data.encode(), "the stream"), at_s)
+            yield from self.answer.take(decode_json(event.data.encode(), "the stream"), at_s)
         self.is_done = self.is_done or not data
-        return pieces
 
     def reply(self, duration_s: float) -> Reply:
         """The whole answer. Raises BrokenAnswer when the server ended it without a finish reason."""
@@ -347,4 +349,9 @@ def _word(value: object) -> str | None:
 
 
 def _line(value: object) -> str:
-    return " ".join(str(value).split())
+    return _without_halves(" ".join(str(value).split()))
+
+
+def _without_halves(text: str) -> str:
+    """JSON can hold half of a surrogate pair, which no file, terminal or other JSON takes: it becomes U+FFFD."""
+    return text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -122,7 +122,8 @@ class GrowingAnswer:
         self._failure = failure
 
     def stop(self) -> None:
-        self._end_reason = statistics.STOPPED
+        if self._reply is None:  # else it was whole before
+            self._end_reason = statistics.STOPPED
 
     def turn(self, now: float) -> Turn:
         """The answer as it stands, for the conversation."""

@@ -6,7 +6,6 @@ hidden box whose change `penstock.took` hears: with the question, then as it gro
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -22,6 +21,7 @@ from penstock.chat.failures import failure_of
 from penstock.chat.page.answering import Order, Shown, conversation_boxes, obey
 from penstock.chat.page.config import PageConfig
 from penstock.chat.page.markup import DISPLAY, INLINE
+from penstock.chat.page.pacing import StopButton
 from penstock.chat.page.sessions import visitor
 from penstock.chat.page.settings_panel import Panel
 from penstock.chat.page.streaming import Chat, new_id
@@ -37,7 +37,7 @@ class ChatTab:
     """Makes its components where it is called, and their events."""
 
     def __init__(self, config: PageConfig, chat: Chat, panel: Panel) -> None:
-        self._chat, self._panel = chat, panel
+        self._chat, self._panel, self._button = chat, panel, StopButton()
         self.bot = gradio.Chatbot(
             label="Conversation", show_label=False, elem_id="penstock-chat", buttons=[], allow_tags=False,
             sanitize_html=True, latex_delimiters=_LATEX, layout="panel", group_consecutive_messages=False,
@@ -101,19 +101,16 @@ class ChatTab:
         if turn is None:
             yield _boxes(conversation_boxes(conversation)), _json(conversation), message
             return
-        stop = self._chat.stops[request.session_hash] = asyncio.Event()
         drawn: dict[Shown, Any] = {}
-        try:
-            async for boxes, news in self._chat.answer(conversation, turn, visitor(request), stop):
-                yield _boxes(boxes, drawn), gradio.skip() if news is None else _news(conversation, news), message
-                message = gradio.skip()
-        finally:
-            self._chat.stops.pop(request.session_hash, None)
+        with self._button.armed(request) as stop:
+            answering = self._chat.answer(conversation, turn, visitor(request), stop)
+            async with contextlib.aclosing(answering):
+                async for boxes, news in answering:
+                    yield _boxes(boxes, drawn), gradio.skip() if news is None else _news(conversation, news), message
+                    message = gradio.skip()
 
-    async def _stop(self, request: gradio.Request) -> None:  # in the loop: an Event is not for other threads
-        stop = self._chat.stops.get(request.session_hash)
-        if stop is not None:
-            stop.set()
+    async def _stop(self, request: gradio.Request) -> None:
+        self._button.press(request)
 
     async def _show(self, request: gradio.Request, given: str) -> list[Any]:
         with _told():

@@ -12,7 +12,8 @@ import gradio
 from penstock.chat import settings as parameters
 from penstock.chat.page.config import PageConfig
 from penstock.chat.page.markup import shown
-from penstock.chat.page.plain_answer import PlainAnswer, StopButton, grow, model_names, together
+from penstock.chat.page.pacing import StopButton
+from penstock.chat.page.plain_answer import PlainAnswer, grow, model_names, together
 from penstock.chat.page.sessions import visitor
 from penstock.chat.page.upstream import Upstream
 from penstock.chat.settings import Settings

@@ -83,12 +83,15 @@ class Login:
                 self._attempts.failed(address, now)
             return self._form(reason, status)
         answer = RedirectResponse("./", status_code=303)
-        is_secure, path = request.url.scheme == "https", request.scope["root_path"] or "/"
-        token = self._sessions.open(key, time.time())
-        answer.set_cookie(
+        answer.raw_headers.append(self._cookie_line(request, self._sessions.open(key, time.time())))
+        return answer
+
+    def _cookie_line(self, request: Request, token: str) -> tuple[bytes, bytes]:
+        is_secure, path, carrier = request.url.scheme == "https", request.scope["root_path"] or "/", Response()
+        carrier.set_cookie(
             self._cookie, token, max_age=int(KEPT_S), path=path, secure=is_secure, httponly=True, samesite="lax"
         )
-        return answer
+        return b"set-cookie", carrier.headers["set-cookie"].encode("latin-1")
 
     async def log_out(self, request: Request) -> Response:
         session = visitor(request).session
@@ -133,26 +136,27 @@ class Login:
             if scope["type"] != "http":  # a WebSocket: the page has none
                 await send({"type": "websocket.close"})
                 return
-            asked = Headers(scope=scope).get("host", "")
+            addressed_to = Headers(scope=scope).get("host", "")
             scope = as_sent(scope, self._config.root_path)
             send = _with_headers(send)
-            refusal = self._admit(scope, asked)
+            refusal = self._admit(scope, addressed_to)
             if refusal is not None:
                 await refusal(scope, receive, send)
             elif scope["path"] == f"{scope['root_path']}/" and scope["method"] == "GET":
                 headers = MutableHeaders(raw=list(scope["headers"]))
                 del headers["accept-encoding"]
-                await app({**scope, "headers": headers.raw}, receive, _with_root(send))
+                request = Request(scope)
+                token = request.cookies.get(self._cookie)  # kept for another month, as the session is
+                cookie = [self._cookie_line(request, token)] if token and self._config.has_login else []
+                await app({**scope, "headers": headers.raw}, receive, _with_root(send, cookie))
             else:
                 await app(scope, receive, send)
 
         return call
 
-    def _admit(self, scope: dict[str, Any], asked: str) -> Response | None:
-        """None: the request goes on, with its visitor in the scope; else the answer.
-
-        `asked`: Host as it came, since a foreign page may send X-Forwarded-Host to its own name.
-        """
+    def _admit(self, scope: dict[str, Any], addressed_to: str) -> Response | None:
+        """None: the request goes on, with its visitor in the scope; else the answer. `addressed_to`: the host before
+        what a proxy says of it, which a foreign page could say too."""
         headers, prefix = Headers(scope=scope), scope["root_path"]
         path = scope["path"].removeprefix(prefix)
         if not path:
@@ -160,7 +164,7 @@ class Login:
         if scope["method"] not in ("GET", "HEAD") and not is_same_site(headers):
             return PlainTextResponse("a page of another site may not send this\n", status_code=403)
         if not self._config.has_login:
-            if not (self._is_own_host(asked) and self._is_own_host(headers.get("host", ""))):
+            if not all(map(self._is_own_host, (addressed_to, headers.get("host", "")))):
                 text = "without a login Host must be loopback: set ui.login: keys, or ui.root_path behind a proxy\n"
                 return PlainTextResponse(text, status_code=403)
             scope.setdefault("state", {})["visitor"] = Visitor(None, self._shared_key, lambda _: None)
@@ -222,7 +226,7 @@ def _with_headers(send: _Send) -> _Send:
     return with_headers
 
 
-def _with_root(send: _Send) -> _Send:
+def _with_root(send: _Send, cookie: list[tuple[bytes, bytes]]) -> _Send:
     """For the page itself, a small whole answer."""
     start: list[Any] = []
     body: list[bytes] = []
@@ -236,6 +240,7 @@ def _with_root(send: _Send) -> _Send:
             return
         text = b"".join(body).replace(_BEFORE, ICON.encode() + _ROOT + _BEFORE, 1)
         MutableHeaders(raw=start[0]["headers"])["content-length"] = str(len(text))
+        start[0]["headers"].extend(cookie)
         await send(start[0])
         await send({"type": "http.response.body", "body": text})
 

@@ -1,11 +1,11 @@
-"""Pieces of a stream in batches: a browser is sent a few large changes a second, not one for each token."""
+"""Pieces of a stream in batches: a browser gets a few large changes a second, not one a token. What stops a stream."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
-from typing import Final, TypeVar
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Any, Final, TypeVar
 
 _Piece = TypeVar("_Piece")
 _UPDATE_S: Final = 0.0011  # CPU time of one update of a page, measured
@@ -57,3 +57,25 @@ async def batches(
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await reading
         await source.aclose()
+
+
+class StopButton:
+    """The button that stops the answers of its tab of the page, each visitor's own."""
+
+    def __init__(self) -> None:
+        self._stops: dict[str, asyncio.Event] = {}
+
+    @contextlib.contextmanager
+    def armed(self, request: Any) -> Iterator[asyncio.Event]:
+        """For the time of an answer; where the next one begins before this one has ended, the button is the next's."""
+        stop = self._stops[request.session_hash] = asyncio.Event()
+        try:
+            yield stop
+        finally:
+            if self._stops.get(request.session_hash) is stop:
+                del self._stops[request.session_hash]
+
+    def press(self, request: Any) -> None:
+        """In the event loop: an Event is not for other threads."""
+        if stop := self._stops.get(request.session_hash):
+            stop.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from html import escape
 from typing import Any, NamedTuple
 
@@ -61,27 +61,6 @@ async def grow(
         if failure.kind == "key":
             visitor(request).refuse(failure.text)
         yield PlainAnswer("".join(texts), f'<div class="penstock-error" role="alert">{escape(failure.text)}</div>')
-
-
-class StopButton:
-    """The button that stops the answers of its tab of the page, each visitor's own."""
-
-    def __init__(self) -> None:
-        self._stops: dict[str, asyncio.Event] = {}
-
-    @contextlib.contextmanager
-    def armed(self, request: Any) -> Iterator[asyncio.Event]:
-        """For the time of an answer."""
-        stop = self._stops[request.session_hash] = asyncio.Event()
-        try:
-            yield stop
-        finally:
-            self._stops.pop(request.session_hash, None)
-
-    def press(self, request: Any) -> None:
-        """In the event loop."""
-        if stop := self._stops.get(request.session_hash):
-            stop.set()
 
 
 async def together(*growing: AsyncGenerator[PlainAnswer, None]) -> AsyncGenerator[tuple[PlainAnswer, ...], None]:

@@ -28,13 +28,12 @@ Update = tuple[list[Shown], Conversation | Turn | None]
 
 
 class Chat:
-    """What answers of all visitors share: the gateway, and how many answers grow now. `stops`: by visitor's tab."""
+    """What answers of all visitors share: the gateway, and how many answers grow now."""
 
     def __init__(self, upstream: Upstream, prices: dict[str, Price]) -> None:
         self.upstream = upstream
         self._prices = prices
         self.n_streams = 0
-        self.stops: dict[str, asyncio.Event] = {}
 
     async def answer(
         self, conversation: Conversation, turn: Turn, visitor: Visitor, stop: asyncio.Event

@@ -71,7 +71,7 @@ def _load_text(measured: dict[str, float]) -> str:
     took_s, expected_s = measured.get("load_s"), measured.get("load_expected_s")
     if took_s is None or expected_s is None:
         return ""
-    return f"; the weights were read in {show_seconds(took_s)}, expected were {show_seconds(expected_s)}"
+    return f"; weights loaded in {show_seconds(took_s)} ({show_seconds(expected_s)} expected to read them)"
 
 
 def _drain_text(row: ReplicaStatus) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from penstock import processes, targets
-from penstock.deployment import measured
+from penstock.deployment import measured, start_times
 from penstock.deployment.controller.changes import changes, noted_of
 from penstock.deployment.controller.chat_page import ChatPage
 from penstock.deployment.controller.child import Child
@@ -228,6 +228,7 @@ class Controller:
                 continue
             self._measured.add(start)
             try:
+                start_times.keep(self._plan, announcement)
                 path = measured.keep(self._plan, announcement.measured, time.time())
             except OSError as exc:  # the next plan then estimates, as this one did
                 self.run.add_event("measured values lost", str(exc), replica=announcement.replica)

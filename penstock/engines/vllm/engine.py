@@ -143,6 +143,10 @@ class Vllm(Engine):
         shards = names.SHARDS.search(line)
         if shards:
             return msgspec.structs.replace(seen, progress=_shard_progress(shards.groups(), plan))
+        streamed = names.STREAMED.search(line)
+        if streamed:
+            share, *clocks = streamed.groups()
+            return msgspec.structs.replace(seen, progress=_load_progress(int(share or 0) / 100, clocks, plan))
         for milestone in names.MILESTONES:  # one line may say two: "... KV cache size ..., Maximum concurrency ..."
             match = milestone.pattern.search(line)
             if match:
@@ -316,12 +320,17 @@ def _after(seen: Seen, milestone: names.Milestone, numbers: Sequence[str]) -> Se
 
 def _shard_progress(groups: Sequence[str | None], plan: Plan) -> Progress:
     done, total = int(groups[0] or 0), int(groups[1] or 1)
-    share = done / max(1, total)
-    if groups[3] is None:
-        return Progress("weights", done, total, fraction=0.5 + 0.2 * share)
-    elapsed_s, left_s = (_clock(*groups[i : i + 3]) for i in (2, 5))
+    progress = _load_progress(done / max(1, total), groups[2:], plan)
+    return msgspec.structs.replace(progress, shards_done=done, shards_total=total)
+
+
+def _load_progress(share: float, clocks: Sequence[str | None], plan: Plan) -> Progress:
+    """Of the weights, from the share that is loaded. `clocks`: hours, minutes, seconds that passed; then those left."""
+    if clocks[1] is None:
+        return Progress("weights", fraction=0.5 + 0.2 * share)
+    elapsed_s, left_s = _clock(*clocks[:3]), _clock(*clocks[3:])
     rate = plan.model.weights_bytes * share / elapsed_s if elapsed_s else None
-    return Progress("weights", done, total, rate, left_s if done else None, 0.5 + 0.2 * share)
+    return Progress("weights", None, None, rate, left_s if share else None, 0.5 + 0.2 * share)
 
 
 def _clock(hours: str | None, minutes: str | None, seconds: str | None) -> float:

@@ -7,8 +7,9 @@ The first row that fits counts:
 | in memory already | vLLM's default, which maps them |
 | on a network, smaller than 90 % of the free memory | read ahead into the page cache (prefetch) |
 | on a network, larger | the streamer, where it is installed |
-| on a disk of 1 GB/s or more, CUDA, one machine | instanttensor, where it is installed: reads past the page cache |
-| on a disk that gives eight readers 1.3 times the rate of one, files fit | prefetch |
+| on a disk, for the CPU | vLLM's default: its copies take longer than the disk |
+| on a disk of 1 GB/s or more, one machine | instanttensor, where it is installed: reads past the page cache |
+| on a disk that gives eight readers 1.3 times the rate of one that maps the files, files fit | prefetch |
 | else | vLLM's default |
 """
 
@@ -49,10 +50,12 @@ def choose(disk: Disk, setting: Setting) -> LoadChoice:
         return _prefetch(f"since {where} is read over a network and the files fit in memory")
     if reading.is_of_network:
         return _from_network(disk, setting, where)
+    if setting.device == "cpu":
+        return LoadChoice("vLLM's default")
     if _suits_instanttensor(disk, setting):
         why = f"since {where} gives {reading.bytes_per_s / 1e9:.1f} GB/s past the page cache"
-        return LoadChoice(f"{names.INSTANTTENSOR}, {why}", {_key("load_format"): names.INSTANTTENSOR})
-    gain = reading.bytes_per_s / (reading.alone_bytes_per_s or reading.bytes_per_s)
+        return LoadChoice(f"{names.INSTANTTENSOR}, {why}", {_key("load_format"): names.INSTANTTENSOR}, "direct")
+    gain = (reading.buffered_bytes_per_s or 0.0) / (reading.mapped_bytes_per_s or reading.bytes_per_s)
     if gain < _GAIN:
         return LoadChoice(f"vLLM's default, since one reader gets all that {where} gives")
     if fits:
@@ -61,7 +64,7 @@ def choose(disk: Disk, setting: Setting) -> LoadChoice:
 
 
 def _prefetch(why: str) -> LoadChoice:
-    return LoadChoice(f"{names.PREFETCH}, {why}", {_key("load_strategy"): names.PREFETCH})
+    return LoadChoice(f"{names.PREFETCH}, {why}", {_key("load_strategy"): names.PREFETCH}, "buffered")
 
 
 def _from_network(disk: Disk, setting: Setting, where: str) -> LoadChoice:
@@ -69,15 +72,14 @@ def _from_network(disk: Disk, setting: Setting, where: str) -> LoadChoice:
     # The nodes of a replica decide each for itself, and a load in common needs the same decision.
     if names.STREAMER_PACKAGE in setting.packages and setting.n_nodes == 1:
         why = f"since {where} is read over a network and {too_large}"
-        return LoadChoice(f"{names.STREAMER}, {why}", {_key("load_format"): names.STREAMER})
+        return LoadChoice(f"{names.STREAMER}, {why}", {_key("load_format"): names.STREAMER}, "buffered")
     return LoadChoice(f"vLLM's default, since {too_large}")
 
 
 def _suits_instanttensor(disk: Disk, setting: Setting) -> bool:
     reading = disk.reading
     return (
-        setting.device == "cuda"
-        and setting.n_nodes == 1
+        setting.n_nodes == 1
         and names.INSTANTTENSOR_PACKAGE in setting.packages
         and reading.is_direct
         and reading.file_system.startswith(_LOCAL)

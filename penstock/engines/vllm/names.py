@@ -285,9 +285,14 @@ ITERATIONS = (
     "vllm:num_preemptions_total",
 )
 
+_CLOCKS = r"(?: \[(?:(\d+):)?(\d+):(\d+)<(?:(\d+):)?(\d+):(\d+))?"
 SHARDS = re.compile(
-    r"Loading (?:safetensors|pt|bin)[^:]* checkpoint shards:\s+\d+% Completed \| (\d+)/(\d+)"
-    r"(?: \[(?:(\d+):)?(\d+):(\d+)<(?:(\d+):)?(\d+):(\d+))?"
+    r"(?:Loading (?:safetensors|pt|bin)[^:]* checkpoint|Multi-thread loading(?: pt checkpoint)?) shards:\s+"
+    r"\d+% Completed \| (\d+)/(\d+)" + _CLOCKS
+)
+# Formats that count tensors or bytes.
+STREAMED = re.compile(
+    r"Loading safetensors using (?:Runai Model Streamer|\w+ loader):\s+(\d+)% Completed \| \S+/\S+" + _CLOCKS
 )
 
 
@@ -307,6 +312,8 @@ MILESTONES = (
     Milestone(re.compile(r"Loading weights took ([\d.]+) seconds"), "weights", 0.7, ("load_s",)),
     Milestone(re.compile(r"Model loading took ([\d.]+) GiB"), "weights", 0.7, ("weights_gib",)),
     Milestone(re.compile(r"Available KV cache memory: ([\d.]+) GiB"), "kv cache", 0.8, ("kv_cache_gib",)),
+    # With a start-up plan, or a size in `engine.args`, nothing is measured.
+    Milestone(re.compile(r"reserved ([\d.]+) GiB memory for KV Cache as spec"), "kv cache", 0.8, ("kv_cache_gib",)),
     Milestone(re.compile(r"[GC]PU KV cache size: ([\d,]+) tokens"), "kv cache", 0.8, ("kv_cache_tokens",)),
     Milestone(
         re.compile(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x"), None, None, ("concurrency",)

@@ -1,0 +1,100 @@
+"""How long earlier starts took, for the next plan: measured/starts/<key>.json in the penstock home."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from pathlib import Path
+
+import msgspec
+
+from penstock import paths
+from penstock.planner import Key, Plan
+from penstock.planner.ranges import Range
+from penstock.planner.request import StartTime
+from penstock.spec.deployment import Parallel
+from penstock.text import show_seconds
+from penstock.wire.announcement import Announcement
+
+_KEPT = 20
+
+
+class StartKey(msgspec.Struct, frozen=True):
+    """What a start's time depends on most. `model`: a fingerprint or a name; `gpu`: of the catalogue, or the device."""
+
+    model: str
+    engine: str
+    engine_version: str
+    gpu: str
+    layout: Parallel
+
+
+class Start(msgspec.Struct, frozen=True):
+    """`at`: when it began (Unix seconds). `stages`: its seconds by stage."""
+
+    at: float
+    replica: str
+    ready_after_s: float
+    stages: dict[str, float]
+
+
+class Starts(msgspec.Struct, frozen=True):
+    """The newest starts of a key, the newest last."""
+
+    key: StartKey
+    starts: tuple[Start, ...] = ()
+
+
+def key_of(plan: Plan) -> StartKey:
+    if plan.forecast is not None:
+        return planned_key(plan.forecast.key, plan.layout)
+    return StartKey(plan.model.reference, plan.engine, plan.engine_version, plan.device, plan.layout)
+
+
+def planned_key(key: Key, layout: Parallel) -> StartKey:
+    """Of vLLM on the GPUs of a memory measurement's key."""
+    return StartKey(key.model, "vllm", key.engine_version, key.gpu, layout)
+
+
+def keep(plan: Plan, announcement: Announcement) -> None:
+    """Add the start that made a replica ready; one that is there already is not added again.  Raises OSError."""
+    at, after_s = announcement.started_at, announcement.ready_after_s
+    if at is None or after_s is None:
+        return
+    key = key_of(plan)
+    before = _read(key)
+    if any((start.at, start.replica) == (at, announcement.replica) for start in before):
+        return
+    starts = (*before, Start(at, announcement.replica, after_s, announcement.start_s))[-_KEPT:]
+    path = _file(key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    paths.write_atomically(path, msgspec.json.format(msgspec.json.encode(Starts(key, starts)), indent=2))
+
+
+def expected(key: StartKey) -> StartTime | None:
+    """The median of the kept starts, with the shortest and the longest; None before the first."""
+    seconds = [start.ready_after_s for start in _read(key)]
+    if not seconds:
+        return None
+    return StartTime(Range(min(seconds), statistics.median(seconds), max(seconds)), len(seconds))
+
+
+def show(time: StartTime) -> str:
+    """ "starts in about 1m02s (50.0 s to 1m20s), as measured 3 times"; an estimate."""
+    low, likely, high = (show_seconds(value) for value in (time.seconds.low, time.seconds.likely, time.seconds.high))
+    times = "once" if time.n_starts == 1 else f"{time.n_starts} times"
+    return f"starts in about {likely}" + (f" ({low} to {high})" if low != high else "") + f", as measured {times}"
+
+
+def _read(key: StartKey) -> tuple[Start, ...]:
+    """None of a file that is absent, damaged or of another key: the next start writes it again."""
+    try:
+        kept = msgspec.json.decode(_file(key).read_bytes(), type=Starts)
+    except (OSError, ValueError, msgspec.MsgspecError):
+        return ()
+    return kept.starts if kept.key == key else ()
+
+
+def _file(key: StartKey) -> Path:
+    name = hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:20]
+    return paths.home() / "measured" / "starts" / f"{name}.json"

@@ -1,0 +1,155 @@
+"""Models in object stores: a store on loopback is listed and read in ranges."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from object_server import ObjectServer
+
+from penstock.errors import PenstockError, UserError
+from penstock.models import object_store, sources
+
+TENSORS = bytes(range(256)) * 4
+OBJECTS = {
+    "team/tiny/config.json": b"{}",
+    "team/tiny/model.safetensors": TENSORS,
+    "team/tiny/README.md": b"words",
+    "team/tiny-2/config.json": b"of another model",
+}
+SOURCE = sources.parse("s3://bucket/team/tiny")
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ObjectServer]:
+    server = ObjectServer("bucket", dict(OBJECTS))
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setattr(object_store, "_RETRY", {"max_retries": 0})
+    monkeypatch.setattr(object_store, "_RANGE_BYTES", 300)
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def with_manifest(server: ObjectServer, **changes: Any) -> str:
+    digest = hashlib.sha256(TENSORS).hexdigest()
+    entry = {"size": len(TENSORS), "sha256": digest, "mtime_ns": 1} | changes
+    text = json.dumps({"source": "x", "revision": "", "files": {"model.safetensors": entry}})
+    server.objects["team/tiny/MANIFEST.json"] = text.encode()
+    return digest
+
+
+def test_a_prefix_is_listed_with_sizes_and_one_name_for_its_state(store: ObjectServer) -> None:
+    listing = sources.resolve(SOURCE)
+    assert {name: file.size for name, file in listing.files.items()} == {"config.json": 2, "model.safetensors": 1024}
+    assert len(listing.commit) == 40 and listing.commit == sources.resolve(SOURCE).commit
+    store.objects["team/tiny/config.json"] = b"[]"
+    assert sources.resolve(SOURCE).commit != listing.commit
+
+
+def test_hashes_come_from_the_manifest_next_to_the_files(store: ObjectServer) -> None:
+    digest = with_manifest(store)
+    files = sources.resolve(SOURCE).files
+    assert (files["model.safetensors"].sha256, files["config.json"].sha256) == (digest, None)
+    assert "MANIFEST.json" not in files
+    for changes in ({"size": 7}, {"sha256": "../../evil"}):
+        with_manifest(store, **changes)
+        if "size" in changes:
+            with pytest.raises(UserError, match=r"1 of its files do not fit its MANIFEST\.json"):
+                sources.resolve(SOURCE)
+        else:
+            assert sources.resolve(SOURCE).files["model.safetensors"].sha256 is None
+
+
+def test_a_file_comes_in_ranges_after_what_is_there(store: ObjectServer, tmp_path: Path) -> None:
+    listing, part, pieces = sources.resolve(SOURCE), tmp_path / "part", list[int]()
+    part.write_bytes(TENSORS[:100])
+    object_store.fetch_file(listing, "model.safetensors", part, pieces.append)
+    assert part.read_bytes() == TENSORS and pieces == [300, 300, 300, 24]
+    assert store.ranges == [
+        f"GET team/tiny/model.safetensors bytes={first}-{min(first + 299, 1023)}" for first in (100, 1000, 400, 700)
+    ]
+    object_store.fetch_file(listing, "model.safetensors", part, pieces.append)
+    assert part.read_bytes() == TENSORS and len(pieces) == 4
+
+
+def test_a_file_that_is_changed_meanwhile_is_not_mixed(store: ObjectServer, tmp_path: Path) -> None:
+    listing = sources.resolve(SOURCE)
+    store.objects["team/tiny/model.safetensors"] = TENSORS[::-1]
+    with pytest.raises(UserError, match="a file was changed while it was fetched"):
+        object_store.fetch_file(listing, "model.safetensors", tmp_path / "part", lambda _: None)
+    assert (tmp_path / "part").read_bytes() == b""
+
+
+def test_a_store_that_fails_is_asked_again_by_the_fetch(store: ObjectServer, tmp_path: Path) -> None:
+    listing, part = sources.resolve(SOURCE), tmp_path / "part"
+    store.n_failures = 1
+    with pytest.raises(PenstockError, match="did not answer as expected") as caught:
+        object_store.fetch_file(listing, "model.safetensors", part, lambda _: None)
+    assert caught.value.is_retryable
+    object_store.fetch_file(listing, "model.safetensors", part, lambda _: None)
+    assert part.read_bytes() == TENSORS
+
+
+def test_what_the_store_refuses_is_explained(store: ObjectServer) -> None:
+    for name in ("s3://bucket/team/other", "s3://other/team"):
+        with pytest.raises(UserError, match=r"there is nothing|no such file or bucket"):
+            sources.resolve(sources.parse(name))
+    store.status = 403
+    with pytest.raises(UserError, match="refuses these credentials") as caught:
+        sources.resolve(SOURCE)
+    assert "AWS_PROFILE" in str(caught.value.hint) and "hidden" not in str(caught.value.detail)
+
+
+@pytest.mark.parametrize("name", ["s3://key:hidden@bucket/a", "az://c/a?sig=hidden", "gs://b/../c", "s3://"])
+def test_an_address_with_credentials_or_dots_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match="it is no place in an object store") as caught:
+        object_store.resolve(sources.parse(name))
+    assert "hidden" not in caught.value.message
+
+
+def test_the_missing_package_and_account_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING", raising=False)
+    with pytest.raises(UserError, match="no storage account is named"):
+        object_store.resolve(sources.parse("az://container/tiny"))
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(UserError, match="the package obstore is not installed") as caught:
+        object_store.resolve(SOURCE)
+    assert caught.value.hint == 'pip install "penstock[objects]"'
+
+
+def test_keys_and_region_come_from_the_files_of_the_aws_program(
+    store: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    (tmp_path / "credentials").write_text("[team]\naws_access_key_id = a\naws_secret_access_key = b%c\n")
+    (tmp_path / "config").write_text("[profile team]\nregion = eu-west-1\n")
+    options = {"access_key_id": "a", "secret_access_key": "b%c", "region": "eu-west-1"}
+    assert object_store._aws_profile() == options
+    assert len(sources.resolve(SOURCE).files) == 2
+    (tmp_path / "credentials").write_text("no section")
+    (tmp_path / "config").unlink()
+    assert object_store._aws_profile() == {}
+
+
+def test_other_stores_are_made_from_their_own_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+    for name in ("az://container/tiny", "gs://bucket/tiny"):
+        assert object_store._store(sources.parse(name)).prefix == "tiny"

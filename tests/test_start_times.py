@@ -1,0 +1,98 @@
+"""Each start is a line of `status`, and what earlier ones took is the estimate of the next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from samples import NOW, demo_plan, deployment, draft, gpu_plan, run_folder, told
+
+from penstock import run_folder as runs
+from penstock.cli import status_text
+from penstock.deployment import start_times
+from penstock.deployment.controller.loop import Controller
+from penstock.deployment.observe import Observation
+from penstock.run_folder import Part, State
+from penstock.spec.deployment import Parallel
+from penstock.wire.announcement import Announcement, GatewayView, ReplicaView
+from penstock.wire.live import Event
+
+STAGES = {"imports": 23.0, "weights": 10.0}
+
+
+def ready(after_s: float, at: float, replica: str = "0") -> Announcement:
+    return told(replica, started_at=at, ready_after_s=after_s, start_s=STAGES)
+
+
+def test_the_estimate_is_the_median_and_the_range_of_what_was_measured(home: Path) -> None:
+    key = start_times.key_of(demo_plan())
+    assert start_times.expected(key) is None
+    for at, after_s in enumerate((146.0, 86.0, 84.0, 80.0)):
+        start_times.keep(demo_plan(), ready(after_s, float(at)))
+    start_times.keep(demo_plan(), ready(80.0, 3.0))  # a new controller sees the same start
+    expected = start_times.expected(key)
+    assert expected is not None
+    assert (expected.seconds.low, expected.seconds.likely, expected.seconds.high, expected.n_starts) == (80, 85, 146, 4)
+    assert start_times.show(expected) == "starts in about 1m25s (1m20s to 2m26s), as measured 4 times"
+    (kept,) = (home / "measured" / "starts").iterdir()
+    assert b'"imports": 23.0' in kept.read_bytes()
+
+
+def test_one_start_has_no_range_and_the_newest_twenty_count(home: Path) -> None:
+    start_times.keep(demo_plan(), ready(500.0, 0.0))
+    key = start_times.key_of(demo_plan())
+    expected = start_times.expected(key)
+    assert expected is not None and start_times.show(expected) == "starts in about 8m20s, as measured once"
+    for number in range(1, 21):
+        start_times.keep(demo_plan(), ready(10.0, float(number)))
+    expected = start_times.expected(key)
+    assert expected is not None and (expected.seconds.high, expected.n_starts) == (10.0, 20)
+
+
+@pytest.mark.parametrize("changed", [{"engine_version": "0.1"}, {"layout": Parallel(tensor=2)}, {"device": "cuda"}])
+def test_another_version_layout_or_gpu_has_its_own(home: Path, changed: dict[str, object]) -> None:
+    start_times.keep(demo_plan(), ready(10.0, 1.0))
+    assert start_times.expected(start_times.key_of(msgspec.structs.replace(demo_plan(), **changed))) is None
+
+
+def test_a_damaged_file_is_no_start_and_is_written_again(home: Path) -> None:
+    start_times.keep(demo_plan(), ready(10.0, 1.0))
+    (kept,) = (home / "measured" / "starts").iterdir()
+    kept.write_text("{")
+    assert start_times.expected(start_times.key_of(demo_plan())) is None
+    start_times.keep(demo_plan(), ready(10.0, 2.0))
+    assert start_times.expected(start_times.key_of(demo_plan())) is not None
+
+
+def test_a_gpu_plan_is_known_by_its_measurements_key(home: Path) -> None:
+    plan = gpu_plan()
+    assert plan.forecast is not None
+    assert start_times.key_of(plan) == start_times.planned_key(plan.forecast.key, plan.layout)
+
+
+def test_the_controller_keeps_each_start(home: Path) -> None:
+    run = runs.create(draft(deployment(name="d")), NOW)
+    controller = Controller(run)
+    for at in (1.0, 1.0, 2.0):
+        row = ReplicaView(ready(10.0, at), 0.1, True, False, 0)
+        controller._keep_measured(Observation({}, GatewayView((row,), 0, 0, 0), Part("running")))
+    expected = start_times.expected(start_times.key_of(run.plan()))
+    assert expected is not None and expected.n_starts == 2
+
+
+def test_status_has_a_line_for_each_start_of_this_launch(home: Path) -> None:
+    run = run_folder()
+    events = (
+        Event(NOW - 9, "replica ready", "of an earlier launch", "0"),
+        Event(NOW + 1, "replica ready", "ready after 2m26s: imports 30.0 s, compile 39.0 s", "0"),
+        Event(NOW + 2, "replica draining", "it gets no more", "0"),
+        Event(NOW + 3, "replica ready", "ready after 1m26s: imports 23.0 s\x1b[2J", "1"),
+    )
+    run.events_file.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+    state = State(NOW, "ready", desired_replicas=1)
+    shown = status_text.status_text(run, state, NOW + 60).split("starts, newest first:\n")[1]
+    assert "earlier" not in shown
+    first, second = (line.split(" ago  ")[1].rstrip() for line in shown.splitlines()[:2])
+    assert first == "replica 1 ready after 1m26s: imports 23.0 s [2J"
+    assert second == "replica 0 ready after 2m26s: imports 30.0 s, compile 39.0 s"
