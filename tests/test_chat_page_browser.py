@@ -245,6 +245,25 @@ graph LR; A-->B["<img src=x onerror=window.hacked=1>"]; click A "javascript:wind
 The end of it."""
 
 
+# Our reader of Markdown takes the last line for code, the page's does not.
+COVER = """> - ```
+<form action=logout method=post><button>go</button></form>
+<a href=https://evil.example style="position:fixed;inset:0;z-index:9999">x</a>
+"""
+
+
+def test_html_that_gets_into_an_answer_stays_in_its_box(people: People, rig: ChatPage) -> None:
+    rig.answers[COVER] = Answer((COVER,))
+    chat = people.chat()
+    chat.ask(COVER)
+    expect(chat.figures).to_have_count(1)
+    chat.page.evaluate("document.querySelectorAll('.md form').forEach((form) => form.requestSubmit())")
+    chat.ask_and_wait("hello")
+    chat.new()  # a click, which a link over the page would get
+    expect(chat.figures).to_have_count(0)
+    assert chat.page.url == rig.url
+
+
 def test_hostile_answer_does_nothing_and_asks_no_other_host(people: People, rig: ChatPage) -> None:
     call = {"index": 0, "id": "c", "type": "function", "function": {"name": HOSTILE, "arguments": HOSTILE}}
     pieces = [HOSTILE[i : i + 40] for i in range(0, len(HOSTILE), 40)]
