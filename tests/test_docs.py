@@ -95,7 +95,7 @@ pacing packages panel panels parent parse paths placed placement placing plain p
 progress prometheus promql proxied published public
 queries queue quota
 ranges rate reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses
-retries rights rope rules
+retries rights rope routes rules
 scale scheduling schema screen script server service services sessions settings setup shared site snapshot snippet
 solve source sse startup
 static statistics stats status stop store strategic structs supervisor svg sweep sync synthetic

@@ -87,7 +87,7 @@ class FetchDisplay:
 
 def _fetch(options: argparse.Namespace) -> int:
     from penstock.models import fetch as model_fetch
-    from penstock.models import files, sources
+    from penstock.models import files, kept, sources
     from penstock.spec.deployment import DEMO_MODEL
 
     source, deployment = _source(options)
@@ -107,6 +107,8 @@ def _fetch(options: argparse.Namespace) -> int:
         plan = model_fetch.prepare(sources.resolve(source, **wishes), to, cache)
         _print_plan(plan, options.json)
         return 0
+    if to is not None:
+        kept.note(to)
     with FetchDisplay(sys.stderr, options.json) as display:
         folder = model_fetch.fetch(source, to, cache, show=display.show, say=print_step, **wishes)
     if options.json:
