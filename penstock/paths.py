@@ -73,6 +73,11 @@ def free_bytes(path: Path) -> int:
     return usage.free if usage.total else sys.maxsize
 
 
+def total_bytes(path: Path) -> int:
+    """Size of the file system where this folder is, or would be made."""
+    return shutil.disk_usage(nearest_existing(path)).total
+
+
 def nearest_existing(path: Path) -> Path:
     """The path, or the nearest folder above it that exists."""
     return next(place for place in (path, *path.absolute().parents) if place.exists())

@@ -9,14 +9,26 @@ import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 COMMIT = "c1899de289a04d12100db370d81485cdf75e47ca"
 
 
-class HubServer(ThreadingHTTPServer):
-    """One repository, `files` by name. `asked`: methods and paths. `cut`: a file of which only so many bytes come.
+def git_sha1(body: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
 
-    `is_open`: until it is set, whole files of weights wait. `token`: without it nothing is told.
+
+def lfs(name: str, body: bytes) -> dict[str, dict[str, Any]]:
+    """What a hub says of a file of weights."""
+    facts = {"sha256": hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 130}
+    return {"lfs": facts | {"oid": facts["sha256"]}} if name.endswith((".safetensors", ".gguf")) else {}
+
+
+class HubServer(ThreadingHTTPServer):
+    """One repository, `files` by name. `asked`: methods and paths; `ranges`: names and first bytes of ranges.
+
+    `cut`: a file of which only so many bytes come. `is_open`: until it is set, whole files of weights wait. `token`:
+    without it nothing is told.
     """
 
     daemon_threads = True
@@ -25,6 +37,7 @@ class HubServer(ThreadingHTTPServer):
         super().__init__((address, 0), _Handler)
         self.name, self.files, self.address = name, files, address
         self.asked: list[str] = []
+        self.ranges: list[tuple[str, int]] = []
         self.cut: dict[str, int] = {}
         self.token: str | None = None
         self.is_open = threading.Event()
@@ -58,11 +71,14 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.token is not None and self.headers.get("Authorization") != f"Bearer {hub.token}":
             return self._send(401, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "ask first"})
         if path in (f"{api}/revision/main", f"{api}/revision/{COMMIT}"):
-            siblings = [{"rfilename": name, "size": len(body)} for name, body in hub.files.items()]
+            siblings = [
+                {"rfilename": name, "size": len(body), "blobId": git_sha1(body)} | lfs(name, body)
+                for name, body in hub.files.items()
+            ]
             return self._json({"id": hub.name, "modelId": hub.name, "sha": COMMIT, "siblings": siblings})
         if path == f"{api}/tree/{COMMIT}":
             rows = [
-                {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
+                {"type": "file", "path": name, "size": len(body), "oid": git_sha1(body)} | lfs(name, body)
                 for name, body in hub.files.items()
             ]
             return self._json(rows)
@@ -70,10 +86,13 @@ class _Handler(BaseHTTPRequestHandler):
             name = path.removeprefix(f"{hub.name}/resolve/{revision}/")
             if name != path and name in hub.files:
                 body = hub.files[name]
-                headers = {"ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X-Repo-Commit": COMMIT}
-                wanted = re.fullmatch(r"bytes=0-(\d+)", self.headers.get("Range") or "")
-                if wanted:  # the header of a file of weights, for a plan
-                    return self._send(206, body[: int(wanted[1]) + 1], headers)
+                etag = lfs(name, body)["lfs"]["sha256"] if lfs(name, body) else git_sha1(body)
+                headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}
+                wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+                if wanted:  # the header of a file of weights, for a plan, or the rest of a file
+                    hub.ranges.append((name, int(wanted[1])))
+                    last = int(wanted[2]) if wanted[2] else len(body) - 1
+                    return self._send(206, body[int(wanted[1]) : last + 1], headers)
                 if self.command == "GET" and name.endswith(".safetensors"):
                     hub.is_open.wait(60)
                 return self._send(200, body, headers, hub.cut.get(name))

@@ -50,7 +50,8 @@ def page(folder: Path, gateway: Gateway, lines: list[str] | None = None, **field
     login = Login(config, (lines if lines is not None else []).append, gateway.models)
 
     async def home(request: Request) -> Response:
-        return HTMLResponse("<script>window.gradio_api_info = {}</script>")
+        cors = {"access-control-allow-origin": "http://127.0.0.1:1", "access-control-allow-credentials": "true"}
+        return HTMLResponse("<script>window.gradio_api_info = {}</script>", headers=cors)
 
     async def who(request: Request) -> Response:
         return PlainTextResponse(f"{visitor(request).key} {request.url}")
@@ -166,6 +167,12 @@ def test_without_a_login_only_this_machine_may_ask(tmp_path: Path, gateway: Gate
     ).status_code == 200  # fmt: skip
 
 
+def test_a_rebound_name_is_foreign_whatever_the_page_says_of_itself(tmp_path: Path, gateway: Gateway) -> None:
+    chat = page(tmp_path, gateway, has_login=False)
+    for host, forwarded in (("evil.example:7860", "127.0.0.1:7860"), ("127.0.0.1:7860", "evil.example")):
+        assert chat.get("/who", headers={"host": host, "x-forwarded-host": forwarded}).status_code == 403
+
+
 @pytest.mark.parametrize(
     "headers",
     [{"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}, {"sec-fetch-site": "same-site"}],
@@ -180,6 +187,7 @@ def test_every_answer_forbids_other_hosts(chat: TestClient) -> None:
     for answer in (chat.get("/"), chat.get("/login"), chat.get("/who"), chat.post("/login", data={"key": "x"})):
         policy = answer.headers["content-security-policy"]
         assert "default-src 'self'" in policy and "img-src 'self' data: blob:;" in policy and "http" not in policy
+        assert not any(name.startswith("access-control") for name in answer.headers)
         assert answer.headers["x-content-type-options"] == "nosniff" and answer.headers["cache-control"] == "no-store"
     assert "A &lt;b&gt;" in chat.get("/login").text
 
@@ -262,6 +270,13 @@ def test_sessions_that_cannot_be_trusted_end(tmp_path: Path, harm: Callable[[Pat
     again = sessions.open("k", 0.0)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert Sessions(file, 0.0).find(again, 0.0) is not None
+
+
+def test_a_key_with_too_many_sessions_ends_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.chat.page.sessions._MOST", 3)
+    sessions = Sessions(tmp_path / "s.json", 0.0)
+    quiet, first, *_, last = [sessions.open(key, float(at)) for at, key in enumerate("ammmm")]
+    assert sessions.find(quiet, 5.0) and sessions.find(last, 5.0) and not sessions.find(first, 5.0)
 
 
 def test_sessions_without_space_live_in_memory(tmp_path: Path) -> None:

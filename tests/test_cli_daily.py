@@ -125,7 +125,9 @@ def test_a_service_is_a_unit_that_starts_and_ends_the_deployment(
 
 def test_pull_downloads_the_model_and_says_where_it_is(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert shell("pull", str(tmp_path)) == (0, f"{tmp_path}\n", "")
+    (tmp_path / "m.safetensors").write_bytes(b"weights")
+    for verb in ("pull", "fetch"):
+        assert shell(verb, str(tmp_path)) == (0, f"{tmp_path}\n", "")
 
 
 def test_logs_are_of_living_replicas_and_of_a_time(shell: Shell) -> None:

@@ -87,21 +87,21 @@ google grafana guard
 health history host html http1 hub hybrid
 init inputs install instances
 kept kernel key
-leader leftovers levers library lifecycle limits lines link listener live liveness local locks login loop
+leader leftovers levers library lifecycle limits lines link listener live liveness local lock locks login loop
 main manifest manifests markup measured member merge metric middleware monitoring
-network nvml
+modelscope network nvml
 object objects observe offline operations openssh options origins overhead
 pacing packages panel panels parent parse paths placed placement placing plain planning pod pods policies prepare price
 progress prometheus promql proxied published public
 queries queue quota
 ranges rate reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses
-retries rights rope rules
+retries rights rope routes rules
 scale scheduling schema screen script server service services sessions settings setup shared site snapshot snippet
 solve source sse startup
 static statistics stats status stop store strategic structs supervisor svg sweep sync synthetic
 tab terminal theme timestamps top topology totals traffic tunnel tunnels
 ui unit upstream upstreams
-validity versions view vision
+validity versions view vision volume
 waiting
 changes event terminal top words
 exchange export genai slow span trace writer

@@ -17,7 +17,7 @@ import pytest
 from hub_server import COMMIT, HubServer, serving
 
 from penstock.errors import PenstockError, UserError
-from penstock.models import fetch, files, hub
+from penstock.models import fetch_files, files, hub, manifest, volume
 
 NAME = "org/tiny"
 FILES = {"config.json": b"{}", "tokenizer.json": b"{    }", "a.safetensors": b"a" * 100, "b.safetensors": b"b" * 50}
@@ -28,6 +28,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(fetch_files, "_FIRST_WAIT_S", 0.0)
     monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda _: None, time=time.time))
     with serving(NAME, FILES | {"README.md": b"#", "original/x.pth": b"x"}) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
@@ -47,47 +48,47 @@ def path_in(volume: Path, revision: str = "main") -> str:
 
 def test_a_model_is_fetched_once_and_is_whole_when_the_marker_is_there(served: HubServer, tmp_path: Path) -> None:
     lines: list[str] = []
-    assert fetch.fetch(NAME, path_in(tmp_path), "safetensors", lines.append) == COMMIT
+    assert volume.fetch(NAME, path_in(tmp_path), "safetensors", lines.append) == COMMIT
     folder = Path(path_in(tmp_path))
-    assert {path.name for path in folder.iterdir()} == {*FILES, fetch.MARKER}
+    assert {path.name for path in folder.iterdir()} == {*FILES, volume.MARKER, manifest.NAME}
     assert all((folder / name).read_bytes() == body for name, body in FILES.items())
-    assert (folder / fetch.MARKER).read_text() == f"{COMMIT}\n"
+    assert (folder / volume.MARKER).read_text() == f"{COMMIT}\n"
     assert lines[-1].startswith("weights complete: weights 4/4 files, 0.0 GB of 0.0 GB, commit c1899de")
     waited: list[str] = []
-    fetch.wait(path_in(tmp_path), waited.append)
+    volume.wait(path_in(tmp_path), waited.append)
     assert waited == ["weights 4/4 files, 0.0 GB of 0.0 GB", "weights complete"]
     n_asked = len(served.asked)
     for path in (path_in(tmp_path), path_in(tmp_path, COMMIT)):
-        assert fetch.fetch(NAME, path, "safetensors", lines.append) == COMMIT
+        assert volume.fetch(NAME, path, "safetensors", lines.append) == COMMIT
     assert lines[-1] == "weights complete: fetched before" and len(served.asked) == n_asked
 
 
 def test_what_is_there_already_is_not_fetched_again(served: HubServer, tmp_path: Path) -> None:
-    fetch.fetch(NAME, path_in(tmp_path, COMMIT), "safetensors", lambda _: None)
-    (Path(path_in(tmp_path, COMMIT)) / fetch.MARKER).unlink()
+    volume.fetch(NAME, path_in(tmp_path, COMMIT), "safetensors", lambda _: None)
+    (Path(path_in(tmp_path, COMMIT)) / volume.MARKER).unlink()
     served.asked.clear()
-    fetch.fetch(NAME, path_in(tmp_path, COMMIT), "safetensors", lambda _: None)
+    volume.fetch(NAME, path_in(tmp_path, COMMIT), "safetensors", lambda _: None)
     assert served.downloads == []
-    assert Path(path_in(tmp_path, COMMIT), fetch.MARKER).is_file()
+    assert Path(path_in(tmp_path, COMMIT), volume.MARKER).is_file()
 
 
 def test_a_download_that_breaks_off_leaves_no_marker_and_is_resumed(served: HubServer, tmp_path: Path) -> None:
     served.cut["a.safetensors"] = 10
     with pytest.raises(PenstockError):
-        fetch.fetch(NAME, path_in(tmp_path), "safetensors", lambda _: None)
+        volume.fetch(NAME, path_in(tmp_path), "safetensors", lambda _: None)
     assert not Path(path_in(tmp_path)).exists()
     served.cut.clear()
-    fetch.fetch(NAME, path_in(tmp_path), "safetensors", lambda _: None)
-    assert Path(path_in(tmp_path), fetch.MARKER).is_file()
+    volume.fetch(NAME, path_in(tmp_path), "safetensors", lambda _: None)
+    assert Path(path_in(tmp_path), volume.MARKER).is_file()
 
 
 def test_a_file_of_another_size_is_refused_and_dropped(served: HubServer, tmp_path: Path) -> None:
-    fetch.fetch(NAME, path_in(tmp_path, COMMIT), "safetensors", lambda _: None)
+    volume.fetch(NAME, path_in(tmp_path, COMMIT), "safetensors", lambda _: None)
     broken = Path(path_in(tmp_path, COMMIT), "config.json")
-    Path(broken.parent, fetch.MARKER).unlink()
+    Path(broken.parent, volume.MARKER).unlink()
     broken.resolve().write_bytes(b"{")
     with pytest.raises(PenstockError, match='of model "org/tiny": it has 1 bytes, and the hub 2') as caught:
-        fetch.fetch(NAME, path_in(tmp_path, COMMIT), "safetensors", lambda _: None)
+        volume.fetch(NAME, path_in(tmp_path, COMMIT), "safetensors", lambda _: None)
     assert caught.value.is_retryable and not broken.exists(), "the next try fetches it"
 
 
@@ -95,17 +96,17 @@ def test_a_full_volume_and_a_repository_without_weights_are_refused(
     served: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match="has no file of its weights"):
-        fetch.fetch(NAME, path_in(tmp_path), "gguf", lambda _: None)
+        volume.fetch(NAME, path_in(tmp_path), "gguf", lambda _: None)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     with pytest.raises(UserError, match=r"GB are missing, and the volume has 0\.0 GB"):
-        fetch.fetch(NAME, path_in(tmp_path), "safetensors", lambda _: None)
+        volume.fetch(NAME, path_in(tmp_path), "safetensors", lambda _: None)
     with pytest.raises(UserError, match="not a path in a hub's cache"):
-        fetch.fetch(NAME, "/models", "safetensors", lambda _: None)
+        volume.fetch(NAME, "/models", "safetensors", lambda _: None)
 
 
 def test_progress_is_in_files_and_decimal_gigabytes() -> None:
     sizes = {f"{number}": 10**9 for number in range(30)}
-    assert fetch.progress_line(17, 30, 12_300_000_000, sizes) == "weights 17/30 files, 12.3 GB of 30.0 GB"
+    assert volume.progress_line(17, 30, 12_300_000_000, sizes) == "weights 17/30 files, 12.3 GB of 30.0 GB"
 
 
 def test_the_one_that_waits_ends_when_the_marker_is_there(
@@ -115,12 +116,12 @@ def test_the_one_that_waits_ends_when_the_marker_is_there(
 
     def complete(_: float) -> None:
         folder.mkdir(parents=True)
-        (folder / fetch.MARKER).touch()
+        (folder / volume.MARKER).touch()
 
-    monkeypatch.setattr(fetch, "time", SimpleNamespace(sleep=complete))
-    assert fetch.main([NAME, path_in(tmp_path), "safetensors", "--wait"]) == 0
+    monkeypatch.setattr(volume, "time", SimpleNamespace(sleep=complete))
+    assert volume.main([NAME, path_in(tmp_path), "safetensors", "--wait"]) == 0
     assert capsys.readouterr().out.splitlines() == ["weights: not begun", "weights complete"]
-    assert fetch.main([NAME, "/models", "safetensors"]) == 2
+    assert volume.main([NAME, "/models", "safetensors"]) == 2
     assert "penstock: cannot fetch a model" in capsys.readouterr().out
 
 

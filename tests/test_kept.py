@@ -233,3 +233,14 @@ def test_the_verb_refuses_what_a_running_deployment_uses(
     run.write_desired(Desired("down", 0))
     run.write_state(State(1.0, "down", 0))
     assert call(capsys, "rm", "org/tiny", "--yes")[0] == 0
+
+
+def test_a_folder_of_fetch_to_is_listed(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], home: Path
+) -> None:
+    (source := tmp_path / "source").mkdir()
+    (source / "config.json").write_text("{}")
+    (source / "model.safetensors").write_text("weights")
+    assert main.run(("fetch", str(source), "--to", str(tmp_path / "to"))) == 0
+    (row,) = (row for row in fetched() if row.kind == "folder")
+    assert (row.place, row.n_bytes, row.state) == (str(tmp_path / "to"), 9, "whole")

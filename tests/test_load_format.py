@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 from samples import demo_plan, deployment
 
-from penstock.engines import Disk, LoadChoice, Place
+from penstock.engines import Diagnosis, Disk, LoadChoice, Place, Seen
 from penstock.engines.vllm.engine import Vllm
 from penstock.engines.vllm.load_format import Setting, choose
 from penstock.errors import SpecError
@@ -18,8 +20,10 @@ from penstock.models.read_rate import Reading, expected, file_system_of, is_of_n
 from penstock.node import load_choice
 from penstock.node.local_processes import NodeArgs, Prerequisites
 from penstock.node.readings import Readings
+from penstock.node.supervisor import NodeSupervisor
 from penstock.planner import Plan
 from penstock.text import GIB, MIB
+from penstock.wire.announcement import Progress
 
 ALL = ("instanttensor", "runai_model_streamer")
 CUDA = Setting("cuda", packages=ALL)
@@ -57,7 +61,7 @@ def disk(
         (disk(700, 1.2, "lustre"), CUDA, {"load-format": "runai_streamer"}, "do not fit in 500 GiB"),
         (disk(700, 1.2, "lustre"), Setting("cuda", 2, ALL), {}, "do not fit in 500 GiB"),
         (disk(700, 1.2, "lustre"), Setting("cuda"), {}, "do not fit in 500 GiB"),
-        (disk(16, 2.1, "ext4", alone=2.0), Setting("cpu", packages=ALL), {}, "one reader gets all"),
+        (disk(16, 6.0, "ext4", alone=2.0), Setting("cpu", packages=ALL), {}, "default"),
         (disk(16, 1.0, "nfs"), Setting("cpu"), {"safetensors-load-strategy": "prefetch"}, "over a network"),
         (disk(300, 1.0, "nfs"), Setting("cpu"), {}, "do not fit"),
     ],
@@ -197,6 +201,26 @@ def test_a_start_that_failed_with_a_chosen_format_is_repeated_without_it(
     assert needs.resolve()[0].args == {"seed": 7, "load-format": "instanttensor"}
     assert needs.drop_format() and needs.resolve()[0].args == {"seed": 7} and not needs.drop_format()
     assert needs.loading.text.startswith("the engine's default") and needs.loading.expected_s is None
+
+
+def test_a_node_gives_up_at_once_only_where_no_format_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine dies while it loads the weights, for a reason that would be final."""
+    has_format, starts, failed = [True], list[str](), list[str]()
+    node = NodeSupervisor.__new__(NodeSupervisor)
+    node.stops = 0
+    progress = Seen(Progress("weights", fraction=0.5))
+    stub: Any = SimpleNamespace(seen=progress, was_ready=False, reason=None, restarting=lambda _: None)
+    node._report, node._announcer = stub, SimpleNamespace(start=lambda: None)  # type: ignore[assignment]
+    node._prerequisites = SimpleNamespace(drop_format=lambda: bool(has_format and has_format.pop()))  # type: ignore[assignment]
+
+    def run_engine() -> Diagnosis:
+        starts.append("weights")
+        return Diagnosis("vLLM exited with code 1: ImportError", is_final=True)
+
+    for name, stand_in in (("_run_engine", run_engine), ("_refresh", lambda: None), ("_pause", lambda _: None)):
+        monkeypatch.setattr(node, name, stand_in)
+    monkeypatch.setattr(node, "_fail", lambda diagnosis: failed.append(diagnosis.reason))
+    assert node.run() == 1 and len(starts) == 2 and len(failed) == 1
 
 
 def test_a_format_of_the_file_is_passed_on() -> None:

@@ -14,7 +14,8 @@ import pytest
 from object_server import ObjectServer
 
 from penstock.errors import PenstockError, UserError
-from penstock.models import object_store, sources
+from penstock.models import kept, manifest, object_store, sources
+from penstock.models.fetch import fetch
 
 TENSORS = bytes(range(256)) * 4
 OBJECTS = {
@@ -153,3 +154,15 @@ def test_other_stores_are_made_from_their_own_variables(monkeypatch: pytest.Monk
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
     for name in ("az://container/tiny", "gs://bucket/tiny"):
         assert object_store._store(sources.parse(name)).prefix == "tiny"
+
+
+def test_a_model_of_a_store_is_fetched_once_and_again_when_it_changed(store: ObjectServer) -> None:
+    with_manifest(store)
+    folder = fetch(SOURCE)
+    assert manifest.fits(folder) and (folder / "model.safetensors").read_bytes() == TENSORS
+    n_asked = len(store.ranges)
+    assert fetch(SOURCE) == folder and len(store.ranges) == n_asked
+    (row,) = (row for row in kept.every() if row.kind == "folder")
+    assert (row.name, row.state, row.is_verified) == ("s3://bucket/team/tiny", "whole", True)
+    store.objects["team/tiny/config.json"] = b"[]"
+    assert (fetch(SOURCE) / "config.json").read_bytes() == b"[]"

@@ -41,12 +41,6 @@ def register_run(parser: argparse.ArgumentParser) -> None:
     arguments.complete(parser, _run, examples)
 
 
-def register_pull(parser: argparse.ArgumentParser) -> None:
-    arguments.add_source(parser, "a YAML file or a hub id")
-    arguments.add_engine(parser)
-    arguments.complete(parser, _pull, ("penstock pull Qwen/Qwen3-0.6B",))
-
-
 def register_render(parser: argparse.ArgumentParser) -> None:
     arguments.add_deployment(parser)
     arguments.add_json(parser)
@@ -158,13 +152,6 @@ def _run(options: argparse.Namespace) -> int:
         code = _up(start) if code is None else code
     prompt = ["--message", " ".join(options.prompt)] if options.prompt else []
     return code or main.run(["chat", name, *prompt])
-
-
-def _pull(options: argparse.Namespace) -> int:
-    from penstock.models import files
-
-    print(files.locate(arguments.deployment_of(options)))
-    return 0
 
 
 def _launch_id(name: str) -> str | None:

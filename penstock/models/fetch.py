@@ -1,195 +1,241 @@
-"""The program that puts a hub model into a volume, once: `python -m penstock.models.fetch NAME PATH FORM [--wait]`.
+"""Brings a model's files to this machine: complete, with the right hashes, once. `fetch(sources.parse("org/name"))`.
 
-PATH is where the plan has the model: /models/models--Qwen--Qwen3-0.6B/snapshots/main. The volume is a hub's cache, so
-revisions share their files; a revision that is whole has a marker file, which is written last. With `--wait` another
-process fetches, and this one waits for the marker and reports the progress.
+Eight files at once go to partial files, which a killed fetch continues. Each complete file is hashed, put where it
+belongs, and noted; the next fetch does not read it again. The manifest comes last. Hub files go into the hub's own
+cache, in its layout, so that every program that reads that cache finds them.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import shutil
-import signal
+import contextlib
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from penstock import paths
 from penstock.errors import PenstockError, UserError
-from penstock.models import files, hub
-from penstock.paths import write_atomically
+from penstock.models import fetch_lock, hub, manifest, sources
+from penstock.models.fetch_files import FilesFetch, Layout, Progress
+from penstock.models.sources import Listing, Source
 
-MARKER = ".penstock-complete"  # in a revision's folder; it holds the commit
+__all__ = ["FetchPlan", "Layout", "Progress", "fetch", "folder_of", "found", "kept", "prepare"]
+
+Show = Callable[[Progress], None]
 _GB = 10**9
-_EVERY_S, _POLL_S = 5.0, 1.0
-_WEIGHTS = (".safetensors", ".gguf")
-
-Say = Callable[[str], None]
-
-
-class _Listing(msgspec.Struct, frozen=True):
-    """What a revision comes to: bytes by file. It is in the repository's folder while it is fetched, and after."""
-
-    commit: str
-    sizes: dict[str, int]
+# Bytes left free on a disk: a tenth of it, or 5 GB, whichever is less. 2 % more than the files for what goes with them.
+_FREE_SHARE, _FREE_BYTES, _OVERHEAD = 0.1, 5 * _GB, 1.02
+_LEAST_MEASURED_BYTES = 100 * 10**6
 
 
-def fetch(name: str, path: str, form: str, say: Say) -> str:
-    """Bring a planned model to `path`, unless it is there whole; its commit. Resumes what was interrupted. Blocks.
+class FetchPlan(msgspec.Struct, frozen=True):
+    """What a fetch would do: `missing_bytes` of `listing` are not in `folder`; `expected_s` at the rate of the last
+    fetch from there; None before the first."""
 
-    Raises UserError: no such model, no access, too little space, files of another size than the hub's.
+    listing: Listing
+    folder: Path
+    missing_bytes: int
+    free_bytes: int
+    needed_bytes: int
+    expected_s: float | None
+
+
+def fetch(
+    source: Source,
+    to: Path | None = None,
+    cache: Path | None = None,
+    *,
+    allow_pickle: bool = False,
+    with_code: bool = False,
+    show: Show = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Path:
+    """The folder with the model's files, whole. Blocks; resumes; idempotent: what fits is not fetched again.
+
+    `to`: a folder that gets plain files; else the hub's cache (`cache`, or the machine's), or penstock's folder for
+    other sources. `show` gets the progress twice a second.  Raises UserError, and PenstockError when a retry may help.
     """
-    place = _place(path)
-    repository = Path(place.cache) / place.folder
-    wanted_folder = repository / "snapshots" / place.revision
-    if (wanted_folder / MARKER).is_file():
-        say("weights complete: fetched before")
-        return (wanted_folder / MARKER).read_text("utf-8").strip()
-    patterns = files.patterns_of(form, place.inside)
-    commit, sizes = hub.list_sizes(name, patterns, place.revision)
-    if not any(file.endswith(_WEIGHTS) for file in sizes):
-        raise UserError(
-            f'cannot fetch model "{name}": revision {place.revision} has no file of its weights that an engine loads',
-            detail=f"Looked for {', '.join(patterns)}.",
-        )
-    snapshot = repository / "snapshots" / commit
-    _check_space(name, repository, sizes)
-    write_atomically(_listing_file(repository, place.revision), msgspec.json.encode(_Listing(commit, sizes)))
-    with _Reporter(lambda: _progress(repository, place.revision), say):
-        hub.download(name, patterns, place.cache, commit)
-    _check_sizes(name, snapshot, sizes)
-    if not wanted_folder.exists():  # a branch: its name leads to the commit that was fetched for it
-        wanted_folder.symlink_to(commit)
-    write_atomically(snapshot / MARKER, f"{commit}\n".encode())
-    say(f"weights complete: {progress_line(len(sizes), len(sizes), sum(sizes.values()), sizes)}, commit {commit[:12]}")
-    return commit
+    try:
+        listing = sources.resolve(source, allow_pickle, with_code)
+    except hub.HubError as exc:
+        folder = kept(source, cache) if exc.status is None and to is None else None
+        if folder is None:
+            raise
+        say(f"{exc.message}; using what was fetched before")
+        return folder
+    layout = _layout(listing, to, cache)
+    if _has(layout.folder, listing):
+        _keep_name(listing, layout)
+        return layout.folder
+    plan = prepare(listing, to, cache)
+    try:
+        _fetch_missing(plan, layout, show, say)
+    except OSError as exc:
+        if not paths.is_full(exc) and not layout.missing(listing):  # whole, in a cache that cannot be written
+            return layout.folder
+        raise _disk_error(plan, exc) from exc
+    return layout.folder
 
 
-def wait(path: str, say: Say) -> None:
-    """Until the marker is there, however long."""
-    place = _place(path)
-    repository = Path(place.cache) / place.folder
-    marker = repository / "snapshots" / place.revision / MARKER
-    with _Reporter(lambda: _progress(repository, place.revision), say):
-        while not marker.is_file():
-            time.sleep(_POLL_S)
-    say("weights complete")
+def prepare(listing: Listing, to: Path | None = None, cache: Path | None = None) -> FetchPlan:
+    """What fetching a listing would take.  Raises UserError when the disk is too small, with what could go."""
+    layout = _layout(listing, to, cache)
+    missing = layout.missing(listing)
+    n_bytes = max(0, sum(missing.values()) - layout.n_partial_bytes(listing))
+    free, total = paths.free_bytes(layout.folder), paths.total_bytes(layout.folder)
+    needed = int(n_bytes * _OVERHEAD + min(_FREE_SHARE * total, _FREE_BYTES)) if n_bytes else 0
+    rate = _read_rates().get(_host(listing.source))
+    plan = FetchPlan(listing, layout.folder, n_bytes, free, needed, n_bytes / rate if rate else None)
+    if needed > free:
+        raise _too_small(plan)
+    return plan
 
 
-def progress_line(n_files: int, n_files_total: int, n_bytes: int, sizes: Mapping[str, int]) -> str:
-    """ "weights 17/30 files, 12.3 GB of 30.0 GB"; the status of a deployment is read from it."""
-    total = sum(sizes.values())
-    return f"weights {n_files}/{n_files_total} files, {min(n_bytes, total) / _GB:.1f} GB of {total / _GB:.1f} GB"
+def folder_of(listing: Listing, to: Path | None = None, cache: Path | None = None) -> Path:
+    """Where `fetch` puts the files of a listing."""
+    return _layout(listing, to, cache).folder
 
 
-def _place(path: str) -> hub.InCache:
-    place = hub.in_cache(path)
+def kept(source: Source, cache: Path | None = None) -> Path | None:
+    """The folder of a model that was fetched before and fits its manifest; asks nobody."""
+    folder = found(source, cache)
+    return folder if folder is not None and manifest.fits(folder) else None
+
+
+def found(source: Source, cache: Path | None = None) -> Path | None:
+    """The folder where this machine keeps a source, whole or in part; None when it has none. Asks nobody."""
+    commit = source.revision or ("main" if source.kind == "hub" else "")
+    folder = _layout(Listing(source, commit, {}), None, cache).folder
+    if source.kind == "hub":
+        with contextlib.suppress(OSError):
+            folder = folder.parent / (folder.parent.parent / "refs" / commit).read_text("utf-8").strip()
+    elif not commit and not manifest.fits(folder):  # the version that was fetched last
+        versions = [path for path in folder.glob("*/") if (path / manifest.NAME).is_file()]
+        folder = max(versions, key=lambda path: (path / manifest.NAME).stat().st_mtime, default=folder)
+    return folder if folder.is_dir() else None
+
+
+def _layout(listing: Listing, to: Path | None, cache: Path | None) -> Layout:
+    source = listing.source
+    if to is not None:
+        return Layout(to)
+    if source.kind == "folder":
+        path = Path(source.name)
+        return Layout(path.parent if path.is_file() else path)
+    if source.kind == "hub":
+        repository = (cache or hub.cache()) / f"models--{source.name.replace('/', '--')}"
+        return Layout(repository / "snapshots" / listing.commit, repository)
+    slug = source.name.replace("://", "--").replace("/", "--")
+    folder = (cache or paths.home() / "models") / f"{source.kind}--{slug}"
+    return Layout(folder / listing.commit if listing.commit else folder)
+
+
+def _has(folder: Path, listing: Listing) -> bool:
+    """Whether the folder was fetched whole before. Its manifest may have more files, of another form of the weights."""
+    if not manifest.fits(folder, listing.commit):
+        return False
+    facts = manifest.read(folder)
+    return facts is not None and all(
+        name in facts.files and facts.files[name].size == file.size and file.sha256 in (None, facts.files[name].sha256)
+        for name, file in listing.files.items()
+    )
+
+
+def _fetch_missing(plan: FetchPlan, layout: Layout, show: Show, say: Callable[[str], None]) -> None:
+    layout.root.mkdir(parents=True, exist_ok=True)
+    files = FilesFetch(plan.listing, layout)
+    with fetch_lock.FetchLock(layout.root, say, lambda: files.progress().line) as lock:
+        if _has(layout.folder, plan.listing):  # by the process that this one waited for
+            return
+        began = time.monotonic()
+        entries = files.run(show, lambda: lock.is_lost)
+        seconds = time.monotonic() - began
+        before = manifest.read(layout.folder)
+        if before is not None and before.revision == plan.listing.commit:
+            entries = {name: e for name, e in before.files.items() if (layout.folder / name).exists()} | entries
+        source = msgspec.structs.replace(plan.listing.source, revision=None, inside=None)
+        manifest.write(layout.folder, manifest.Manifest(str(source), plan.listing.commit, entries))
+        layout.remove_notes()
+        _keep_name(plan.listing, layout)
+    if files.n_fetched_bytes > _LEAST_MEASURED_BYTES:
+        _write_rate(_host(plan.listing.source), files.n_fetched_bytes / seconds)
+
+
+def _keep_name(listing: Listing, layout: Layout) -> None:
+    """Let the branch or tag lead to the commit, as the hub's package does: refs/main."""
+    revision = listing.source.revision or "main"
+    if layout.repository is None or revision == listing.commit:
+        return
+    path = layout.repository / "refs" / revision
+    with contextlib.suppress(OSError):  # a cache that cannot be written has it, or is asked for by commit
+        if not path.is_file() or path.read_text("utf-8").strip() != listing.commit:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            paths.write_atomically(path, listing.commit.encode())
+
+
+def _too_small(plan: FetchPlan) -> UserError:
+    lack = (plan.needed_bytes - plan.free_bytes) / _GB
+    detail = (
+        f"{plan.missing_bytes / _GB:.1f} GB are missing in {plan.folder}; with what stays free that is "
+        f"{plan.needed_bytes / _GB:.1f} GB, and {plan.free_bytes / _GB:.1f} GB are free."
+    )
+    least_used = _least_used(plan)
+    if least_used:
+        detail += "\nUsed least recently, and not removed by penstock: " + ", ".join(least_used) + "."
+    return UserError(
+        f'cannot fetch "{plan.listing.source}": {lack:.1f} GB of space are missing',
+        detail=detail,
+        hint="Remove a model that you no longer need (penstock models rm NAME), or give another folder with --to.",
+    )
+
+
+def _least_used(plan: FetchPlan, most: int = 5) -> list[str]:
+    """The models next to this one in a cache that were used longest ago, as "org/name (12.3 GB)"."""
+    place = hub.in_cache(str(plan.folder))
     if place is None:
-        raise UserError(f'cannot fetch a model to "{path}": it is not a path in a hub\'s cache')
-    return place
+        return []
+    rows = []
+    for repository in Path(place.cache).glob("models--*"):
+        facts = [path.stat() for path in repository.glob("blobs/*") if path.is_file()]
+        if facts and repository.name != place.folder:
+            name = repository.name.removeprefix("models--").replace("--", "/", 1)
+            rows.append((max(fact.st_atime for fact in facts), name, sum(fact.st_size for fact in facts)))
+    return [f"{name} ({n_bytes / _GB:.1f} GB)" for _, name, n_bytes in sorted(rows)[:most]]
 
 
-def _listing_file(repository: Path, revision: str) -> Path:
-    return repository / f".penstock-{revision}.json"
+def _disk_error(plan: FetchPlan, exc: OSError) -> PenstockError:
+    what = f'"{plan.listing.source}" into {plan.folder}'
+    if paths.is_full(exc):
+        least_used = _least_used(plan)
+        detail = "What was fetched is kept, and the next fetch continues it."
+        if least_used:
+            detail += f" Used least recently: {', '.join(least_used)}."
+        return UserError(f"could not fetch {what}: the disk is full", detail=detail, hint="Free some space, try again.")
+    hint = "Give a folder that you can write with --to, or set HF_HUB_CACHE."
+    return UserError(f"cannot fetch {what}: {exc.strerror}", detail=str(exc.filename or ""), hint=hint)
 
 
-def _progress(repository: Path, revision: str) -> str:
+def _host(source: Source) -> str:
+    return hub.endpoint() if source.kind == "hub" else source.kind
+
+
+def _read_rates() -> dict[str, float]:
     try:
-        listing = msgspec.json.decode(_listing_file(repository, revision).read_bytes(), type=_Listing)
-    except OSError:
-        return "weights: not begun"
-    n_present = sum((repository / "snapshots" / listing.commit / name).is_file() for name in listing.sizes)
-    return progress_line(n_present, len(listing.sizes), _stored(repository), listing.sizes)
+        return msgspec.json.decode((paths.home() / "fetch_rates.json").read_bytes(), type=dict[str, float])
+    except (OSError, msgspec.MsgspecError):
+        return {}
 
 
-def _stored(repository: Path) -> int:
-    """Bytes of all files, those that are being fetched too."""
-    total = 0
-    for path in repository.glob("blobs/*"):
-        try:
-            total += path.stat().st_size
-        except OSError:  # renamed since it was listed
-            continue
-    return total
+def _write_rate(host: str, bytes_per_s: float) -> None:
+    with contextlib.suppress(OSError):
+        paths.home().mkdir(parents=True, exist_ok=True, mode=0o700)
+        rates = msgspec.json.encode(_read_rates() | {host: round(bytes_per_s)})
+        paths.write_atomically(paths.home() / "fetch_rates.json", rates)
 
 
-def _check_space(name: str, repository: Path, sizes: Mapping[str, int]) -> None:
-    repository.mkdir(parents=True, exist_ok=True)
-    free, missing = shutil.disk_usage(repository).free, sum(sizes.values()) - _stored(repository)
-    if missing > free:
-        raise UserError(
-            f'cannot fetch model "{name}": {missing / _GB:.1f} GB are missing, and the volume has {free / _GB:.1f} GB',
-            hint="Make the volume larger.",
-        )
+if __name__ == "__main__":  # the command of a Job in Kubernetes
+    from penstock.models.volume import main
 
-
-def _check_sizes(name: str, snapshot: Path, sizes: Mapping[str, int]) -> None:
-    for file, size in sizes.items():
-        path = snapshot / file
-        present = path.stat().st_size if path.is_file() else None
-        if present != size:
-            path.resolve().unlink(missing_ok=True)  # so that the next try fetches it
-            path.unlink(missing_ok=True)
-            raise PenstockError(
-                f'could not fetch "{file}" of model "{name}": it has {present or 0} bytes, and the hub {size}',
-                is_retryable=True,
-            )
-
-
-class _Reporter:
-    """Says a line, in a thread, when it has changed, at most every 5 s."""
-
-    def __init__(self, line: Callable[[], str], say: Say) -> None:
-        self._line, self._say = line, say
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._report, daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _report(self) -> None:
-        last = ""
-        while True:
-            line = self._line()
-            if line != last:
-                self._say(line)
-            last = line
-            if self._ended.wait(_EVERY_S):
-                return
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m penstock.models.fetch")
-    parser.add_argument("name")
-    parser.add_argument("path")
-    parser.add_argument("form", choices=tuple(files.PATTERNS))
-    parser.add_argument("--wait", action="store_true", help="another process fetches")
-    options = parser.parse_args(argv)
-    # The first process of a container has no default handlers; threads may be in the middle of a file.
-    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
-    try:
-        if options.wait:
-            wait(options.path, _say)
-        else:
-            fetch(options.name, options.path, options.form, _say)
-    except PenstockError as error:
-        _say(f"penstock: {error.message}. {error.detail or ''} {error.hint or ''}".rstrip())
-        return error.exit_code
-    return 0
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
     sys.exit(main())

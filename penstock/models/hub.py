@@ -5,24 +5,27 @@ mirror), HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_CACHE and the proxies of the environme
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import json
 import os
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from penstock import __version__
-from penstock.errors import UserError
+from penstock.errors import PenstockError, UserError
 from penstock.models import Header, StoredTensor
 
 _Answer = TypeVar("_Answer")
 _TIMEOUT_S = 10.0
 _N_TRIES = 2
 _N_AT_ONCE = 8
+# Of a disk, not of a network: some HTTP libraries raise OSError for both.
+_OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 # Of huggingface_hub's cache: models--Qwen--Qwen3-0.6B/snapshots/c1899de289a04d12100db370d81485cdf75e47ca/...
 _IN_CACHE = re.compile(r"(.*)/(models--[^/]+)/snapshots/([^/]+)(?:/(.+))?\Z")
 # The values that huggingface_hub takes as true (`huggingface_hub/constants.py`).
@@ -55,11 +58,20 @@ class InCache(NamedTuple):
 
 
 class HubError(UserError):
-    """`is_missing`: the repository has no such file."""
+    """`is_missing`: the repository has no such file. `wait_s`: what the hub asks to wait before the next try."""
 
-    def __init__(self, message: str, *, detail: str, hint: str, status: int | None, is_missing: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        detail: str,
+        hint: str,
+        status: int | None,
+        is_missing: bool = False,
+        wait_s: float | None = None,
+    ) -> None:
         super().__init__(message, detail=detail, hint=hint, is_retryable=status is None or status >= 429)
-        self.status, self.is_missing = status, is_missing
+        self.status, self.is_missing, self.wait_s = status, is_missing, wait_s
 
 
 def is_offline() -> bool:
@@ -122,7 +134,7 @@ def read_json(name: str, path: str) -> tuple[dict[str, Any], str | None]:
         hf_raise_for_status(answer)
         return answer.content, answer.headers.get("X-Repo-Commit")
 
-    body, commit = _asked(name, fetch)
+    body, commit = asked(name, fetch)
     try:
         value = json.loads(body)
         if not isinstance(value, dict):
@@ -139,7 +151,7 @@ def read_headers(name: str, paths: Sequence[str]) -> list[Header]:
     api = _library(name).HfApi(endpoint=endpoint(), library_name="penstock", library_version=__version__)
 
     def read(path: str) -> Header:
-        rows = _asked(name, lambda: api.parse_safetensors_file_metadata(name, path, timeout=_TIMEOUT_S)).tensors
+        rows = asked(name, lambda: api.parse_safetensors_file_metadata(name, path, timeout=_TIMEOUT_S)).tensors
         tensors = tuple(StoredTensor(key, str(row.dtype), tuple(row.shape)) for key, row in rows.items())
         return Header(tensors, sum(row.data_offsets[1] - row.data_offsets[0] for row in rows.values()))
 
@@ -150,13 +162,13 @@ def read_headers(name: str, paths: Sequence[str]) -> list[Header]:
 def download(name: str, patterns: Sequence[str], folder: str | None = None, revision: str | None = None) -> Path:
     """The repository's files that match, fetched into the cache where they are missing.  Raises HubError."""
     fetch = _library(name).snapshot_download
-    return Path(_asked(name, lambda: fetch(name, revision=revision, allow_patterns=[*patterns], cache_dir=folder), 1))
+    return Path(asked(name, lambda: fetch(name, revision=revision, allow_patterns=[*patterns], cache_dir=folder), 1))
 
 
 def list_sizes(name: str, patterns: Sequence[str], revision: str | None = None) -> tuple[str, dict[str, int]]:
     """The commit of a revision, and the sizes of its files that match, in bytes.  Raises HubError."""
     api = _library(name).HfApi(endpoint=endpoint(), library_name="penstock", library_version=__version__)
-    facts = _asked(name, lambda: api.model_info(name, revision=revision, files_metadata=True))
+    facts = asked(name, lambda: api.model_info(name, revision=revision, files_metadata=True))
     files = {file.rfilename: int(file.size or 0) for file in facts.siblings or ()}
     wanted = {path: size for path, size in files.items() if any(fnmatch.fnmatch(path, glob) for glob in patterns)}
     return str(facts.sha), wanted
@@ -166,7 +178,7 @@ def list_hashes(name: str, revision: str | None = None) -> tuple[str, dict[str, 
     """The commit of a revision, and of each of its files bytes, SHA-256 (of an LFS file) or SHA-1 (of a git blob), in
     hexadecimal; a mirror may leave them out.  Raises HubError."""
     api = _library(name).HfApi(endpoint=endpoint(), library_name="penstock", library_version=__version__)
-    facts = _asked(name, lambda: api.model_info(name, revision=revision, files_metadata=True))
+    facts = asked(name, lambda: api.model_info(name, revision=revision, files_metadata=True))
     rows = {}
     for file in facts.siblings or ():
         lfs = file.lfs
@@ -178,7 +190,7 @@ def list_hashes(name: str, revision: str | None = None) -> tuple[str, dict[str, 
 def list_files(name: str) -> list[str]:
     """The files of a repository.  Raises HubError."""
     list_repo_files = _library(name).list_repo_files
-    return list(_asked(name, lambda: list_repo_files(name), 1))
+    return list(asked(name, lambda: list_repo_files(name), 1))
 
 
 def _library(name: str) -> Any:
@@ -193,12 +205,16 @@ def _library(name: str) -> Any:
     return huggingface_hub
 
 
-def _asked(name: str, call: Callable[[], _Answer], n_tries: int = _N_TRIES) -> _Answer:
+def asked(name: str, call: Callable[[], _Answer], n_tries: int = _N_TRIES) -> _Answer:
     """The answer of a call of huggingface_hub; a broken hub is asked again.  Raises HubError."""
     for left in reversed(range(n_tries)):
         try:
             return call()
+        except PenstockError:
+            raise
         except Exception as exc:  # its HTTP library, and so the family of a lost connection, changes by version
+            if isinstance(exc, OSError) and exc.errno in _OF_DISK:
+                raise
             error = _explained(name, exc)
             if not left or (error.status is not None and error.status < 500):
                 raise error from exc
@@ -217,4 +233,16 @@ def _explained(name: str, exc: Exception) -> HubError:
         return HubError(unreached, detail=detail, hint="Check the network, or give a local folder.", status=None)
     why, hint = _REASONS.get(family or 404, (f"HTTP {status}", "Try again later."))
     message = f'could not fetch model "{name}" from the hub: {why}'
-    return HubError(message, detail=detail, hint=hint, status=status, is_missing=is_missing)
+    if status == 401 or family in ("GatedRepoError", 403):
+        detail = f"The page to visit: {endpoint()}/{name}\n{detail}"
+    wait_s = _wait_s(getattr(response, "headers", None) or {})
+    return HubError(message, detail=detail, hint=hint, status=status, is_missing=is_missing, wait_s=wait_s)
+
+
+def _wait_s(headers: Mapping[str, str]) -> float | None:
+    """Seconds in `retry-after: 5`, or in `ratelimit: "api";r=0;t=55`
+    (https://www.ietf.org/archive/id/draft-ietf-httpapi-ratelimit-headers-09.html)."""
+    lower = {name.lower(): value for name, value in headers.items()}
+    match = re.fullmatch(r"\s*(\d{1,6})\s*", lower.get("retry-after", ""))
+    match = match or re.search(r";\s*r=0\s*;\s*t=(\d{1,6})", lower.get("ratelimit", ""))
+    return float(match[1]) if match else None

@@ -6,6 +6,7 @@ and times (milliseconds for 200 files); `verify` reads every byte. In a hub's ca
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -73,7 +74,7 @@ def fits(folder: Path, revision: str | None = None) -> bool:
     manifest = read(folder)
     if manifest is None or (revision is not None and manifest.revision != revision):
         return False
-    return not any(_changed(folder, name, entry) for name, entry in manifest.files.items())
+    return not any(is_changed(folder, name, entry) for name, entry in manifest.files.items())
 
 
 def verify(folder: Path, progress: Callable[[int], None] | None = None) -> list[Problem]:
@@ -84,6 +85,15 @@ def verify(folder: Path, progress: Callable[[int], None] | None = None) -> list[
     with ThreadPoolExecutor(_N_THREADS) as pool:
         words = pool.map(lambda item: _wrong(folder, item[0], item[1], progress), manifest.files.items())
         return [Problem(name, word) for name, word in zip(manifest.files, words, strict=True) if word]
+
+
+def distrust(folder: Path, names: Sequence[str]) -> None:
+    """Let the folder fit no longer, so that the next fetch reads these files, and replaces those with wrong bytes."""
+    manifest = read(folder)
+    if manifest is not None and names:
+        bad = {name: msgspec.structs.replace(manifest.files[name], mtime_ns=0) for name in names}
+        with contextlib.suppress(OSError):  # a folder that cannot be written
+            write(folder, msgspec.structs.replace(manifest, files=manifest.files | bad))
 
 
 def sha256_of(path: Path, progress: Callable[[int], None] | None = None) -> str:
@@ -98,7 +108,14 @@ def sha256_of(path: Path, progress: Callable[[int], None] | None = None) -> str:
     return digest.hexdigest()
 
 
-def _changed(folder: Path, name: str, entry: Entry) -> bool:
+def git_sha1_of(path: Path) -> str:
+    """The name that git gives a small file: https://git-scm.com/book/en/v2/Git-Internals-Git-Objects"""
+    data = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def is_changed(folder: Path, name: str, entry: Entry) -> bool:
+    """Whether a file is missing, has another size or time, or is a link out of its cache."""
     try:
         hub.check_inside(folder / name, folder)
         facts = (folder / name).stat()

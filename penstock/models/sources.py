@@ -28,8 +28,10 @@ RESOLVERS: dict[Kind, str] = {
     "store": "penstock.models.object_store:resolve",
     "folder": "penstock.models.sources:list_folder",
 }
-# What fetches one file of it; models/fetch.py fetches those of a hub through its package.
+# What fetches one file of it.
 FETCHERS: dict[Kind, str] = {
+    "hub": "penstock.models.hub_files:fetch_file",
+    "folder": "penstock.models.sources:copy_file",
     "modelscope": "penstock.models.modelscope:fetch_file",
     "store": "penstock.models.object_store:fetch_file",
 }
@@ -41,12 +43,12 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _REPOSITORY = re.compile(rf"({_NAME}/{_NAME})(?:@([A-Za-z0-9._-]+))?(?::([A-Za-z0-9._-]+)|/(.+))?\Z")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 # Copies of the weights, or of other programs' forms of them.
-_NOT_OURS = ("original/*", "onnx/*", "openvino/*", "coreml/*", ".*", "*/.*")
+_NOT_OURS = ("original/*", "onnx/*", "openvino/*", "coreml/*", "MANIFEST.json", ".*", "*/.*")
 
 
 class Source(msgspec.Struct, frozen=True):
     """Where a model is. `name`: "org/name" of a hub, the whole URL of a store, an absolute path. `inside`: a GGUF file
-    of a repository, or the word in its name ("Q4_K_M")."""
+    of a repository, a word in its name ("Q4_K_M"), or "gguf" for the usual one."""
 
     kind: Kind
     name: str
@@ -134,7 +136,9 @@ def choose(
     usable = [name for name in names if not _matches(name, _NOT_OURS)]
     texts = [name for name in usable if _matches(name, files.PATTERNS["safetensors"][1:])]
     texts += [name for name in usable if with_code and name.endswith(".py")]
-    if inside is not None:
+    if inside == "gguf":
+        weights = files.choose_gguf(usable)
+    elif inside is not None:
         wanted = inside.replace("-00001-of-", "-*-of-").lower()
         weights = [n for n in usable if n.lower().endswith(".gguf") and fnmatch.fnmatch(n.lower(), wanted)]
         weights = weights or [n for n in usable if n.lower().endswith(".gguf") and wanted in n.lower()]
@@ -162,7 +166,9 @@ def choose(
 
 def list_hub(source: Source) -> Listing:
     """The files of a hub's repository, and the commit of `revision` (the main branch without one).  Raises HubError."""
-    commit, rows = hub.list_hashes(source.name, source.revision)
+    check_names(str(source), [source.revision or "main"])
+    commit, rows = hub.list_hashes(source.name, source.revision or "main")
+    check_names(str(source), [commit.replace("/", "\\")])  # it becomes the name of a folder
     return Listing(source, commit, {name: RemoteFile(*row) for name, row in rows.items()})
 
 
@@ -179,6 +185,15 @@ def list_folder(source: Source) -> Listing:
             raise UserError(f'cannot use "{path}": {exc}') from exc
     found = {str(path.relative_to(folder)): RemoteFile(path.stat().st_size, url=str(path)) for path in paths}
     return Listing(source, "", found)
+
+
+def copy_file(listing: Listing, name: str, part: Path, progress: Callable[[int], None]) -> None:
+    """Write the bytes of a file of this machine to `part`, after those that are in it.  Raises OSError."""
+    with Path(listing.files[name].url or "").open("rb") as stream, part.open("ab") as target:
+        stream.seek(target.tell())
+        while piece := stream.read(4 << 20):
+            target.write(piece)
+            progress(len(piece))
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

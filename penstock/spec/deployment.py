@@ -178,16 +178,19 @@ class Ui(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _ELSEWHERE = re.compile(r"(pvc|image):|(gs|s3)://|pod\Z")
 
 
-class Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """`weights`: the folder where models from a hub are kept (the hub's own cache when absent).
 
     With target kubernetes it says where the pods find the model. Absent: a claim for each model, which a Job fills from
     the hub once (`kubernetes.storage_class`, `storage_size`, `storage_access`). `pod`: each pod's own disk, filled when
     it starts. The others hold the model's folder and are only read: `pvc:CLAIM/PATH`, `gs://BUCKET/PATH` (Cloud Storage
     FUSE of GKE), `s3://BUCKET/PATH` (vLLM streams it), `image:REFERENCE` (an image volume), and a folder of the nodes.
+
+    `allow_pickle`: fetch weights that are pickled (*.bin, *.pt) where there are no others; loading them can run code.
     """
 
     weights: str | None = None
+    allow_pickle: bool = False
 
     @property
     def folder(self) -> str | None:

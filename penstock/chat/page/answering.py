@@ -203,7 +203,9 @@ def _folds(turn: Turn, reasoning: str, seconds: float | None, is_growing: bool) 
     for call in turn.tool_calls:
         fence = "`" * max(3, _longest_run(call.arguments) + 1)
         text = f"{fence}json\n{call.arguments}\n{fence}"
-        boxes.append(Shown(turn.role, "fold", text, f"Tool call: {shown(call.name) or 'without a name'}"))
+        # One line, judged with what stands before it: alone, a name that begins with a fence would be code.
+        title = shown(f"Tool call: {' '.join(call.name.split()) or 'without a name'}")
+        boxes.append(Shown(turn.role, "fold", text, title))
     return boxes
 
 

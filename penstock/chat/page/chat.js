@@ -77,6 +77,9 @@ document.addEventListener("click", (event) => {
   } else order(act, turn, Number(button.dataset.over ?? 1));
 });
 
+// Nor is a form there one of ours: it would log out.
+document.addEventListener("submit", (event) => event.target.closest?.(".md") && event.preventDefault(), true);
+
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && chat.editing && !isAnswering()) cancelEdit();
 });

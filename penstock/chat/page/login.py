@@ -39,6 +39,8 @@ _HEADERS = {
     "referrer-policy": "same-origin",  # with no-referrer, a form of ours says "Origin: null"
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
 }
+# Gradio lets pages of other names and ports read its answers with the visitor's cookie.
+_CORS = ("access-control-allow-origin", "access-control-allow-credentials")
 # Where a proxy does not tell its address, the page knows better where it is than gradio, which asks at `root`.
 _BEFORE = b"<script>window.gradio_api_info"
 _ROOT = b"<script>gradio_config.root = location.origin + location.pathname.replace(/\\/[^/]*$/, '')</script>"
@@ -211,6 +213,8 @@ def _with_headers(send: _Send) -> _Send:
     async def with_headers(message: Any) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(raw=message.setdefault("headers", []))
+            for name in _CORS:
+                del headers[name]
             for name, value in _HEADERS.items():
                 headers[name] = value
             if headers.get("content-type", "").startswith("text/event-stream"):

@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from penstock.chat.page import export, theme
 from penstock.chat.page.config import PageConfig
 from penstock.chat.page.login import Ask, Login
+from penstock.chat.page.routes import UsedRoutes
 from penstock.chat.page.sessions import visitor
 from penstock.chat.page.upstream import Upstream
 from penstock.errors import PenstockError, UserError
@@ -96,7 +97,7 @@ def make_app(config: PageConfig, say: Say) -> Any:
         max_file_size=_UPLOAD, ssr_mode=False, enable_monitoring=False, pwa=False, mcp_server=False,
         theme=theme.theme(), head=theme.head(),
     )  # fmt: skip
-    return login.around(app)
+    return login.around(UsedRoutes(app))
 
 
 def remove_uploads(folder: Path, before: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import stat
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import msgspec
 from penstock.paths import write_atomically
 
 KEPT_S = 30 * 86400.0
-_MOST = 2000  # the oldest end first
+_MOST = 2000  # then the oldest of the key that has most ends, so that nobody can end another's
 _RENEW_S = 86400.0  # how often the time of a session in use is written
 
 
@@ -64,8 +65,10 @@ class Sessions:
         """A new session with that key; its token, for the cookie."""
         token = secrets.token_urlsafe(32)
         self._sessions[name_of(token)] = Session(key, now)
-        while len(self._sessions) > _MOST:
-            del self._sessions[min(self._sessions, key=lambda name: self._sessions[name].at)]
+        if len(self._sessions) > _MOST:
+            most = Counter(each.key for each in self._sessions.values()).most_common(1)[0][0]
+            names = [name for name, each in self._sessions.items() if each.key == most]
+            del self._sessions[min(names, key=lambda name: self._sessions[name].at)]
         self._write()
         return token
 

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
+
+from penstock.chat.page import routes
+from penstock.chat.page.routes import UsedRoutes
+from penstock.chat.page.sessions import Visitor
+
+JOIN = "/gradio_api/queue/join"
+
+
+@pytest.fixture
+def chat() -> TestClient:
+    """Everyone's key is in the header "key"; what gets through is answered with the length of its body."""
+
+    async def gradio(scope: Any, receive: Any, send: Any) -> None:
+        body = await Request(scope, receive).body()
+        await PlainTextResponse(str(len(body)))(scope, receive, send)
+
+    used = UsedRoutes(gradio)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        key = Request(scope).headers.get("key")
+        await used({**scope, "state": {"visitor": Visitor(key, key, lambda _: None)}}, receive, send)
+
+    return TestClient(app)
+
+
+@pytest.mark.parametrize("path", ["/", "/config", "/assets/a/b.js", "/gradio_api/heartbeat/abc", "/gradio_api/info/"])
+def test_what_the_page_uses_is_there(chat: TestClient, path: str) -> None:
+    assert chat.get(path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["file=/etc/passwd", "file=https://h/x", "upload", "proxy=https://h.hf.space/", "component_server", "call/x",
+     "stream/x", "deep_link", "dev/reload", "vibe-code", "upload_progress", "process_recording", "queue/status"],
+)  # fmt: skip
+def test_what_the_page_does_not_use_is_not(chat: TestClient, path: str) -> None:
+    assert chat.get(f"/gradio_api/{path}").status_code == chat.post(f"/gradio_api/{path}").status_code == 404
+    for other in ("/monitoring", "/login/", "/manifest.json", "/config%0A", "/x/assets/y"):
+        assert chat.get(other).status_code == 404
+
+
+def test_a_tab_belongs_to_who_used_it_first(chat: TestClient) -> None:
+    body = {"session_hash": "s", "data": [["x"]], "fn_index": 1}
+    ann, bob = {"key": "ann"}, {"key": "bob"}
+    first = chat.post(JOIN, json=body, headers=ann)
+    assert (first.status_code, first.text) == (200, str(len(first.request.content)))
+    twice = '{"session_hash": "other", "session_hash": "s"}'  # Python's reader takes the last, too
+    assert chat.post(JOIN, content=twice, headers=bob).status_code == 404
+    for path in (JOIN, "/gradio_api/cancel", "/gradio_api/run/predict"):
+        assert chat.post(path, json=body, headers=bob).status_code == 404
+    for path in (
+        "queue/data?session_hash=s",
+        "queue/data?session_hash=b&session_hash=s",
+        "heartbeat/s",
+        "heartbeat/s/",
+    ):
+        assert chat.get(f"/gradio_api/{path}", headers=bob).status_code == 404
+        assert chat.get(f"/gradio_api/{path.replace('=b', '=s')}", headers=ann).status_code == 200
+
+
+def test_tabs_that_are_remembered_are_not_without_end(chat: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "_MOST_TABS", 2)
+    for tab in "abc":
+        assert chat.post(JOIN, json={"session_hash": tab}, headers={"key": "ann"}).status_code == 200
+    assert chat.post(JOIN, json={"session_hash": "c"}, headers={"key": "bob"}).status_code == 404
+    assert chat.post(JOIN, json={"session_hash": "a"}, headers={"key": "bob"}).status_code == 200
+
+
+def test_a_body_has_an_end_and_is_json(chat: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "_MOST_BYTES", 1000)
+    assert chat.post(JOIN, content=json.dumps({"data": ["x" * 1000]})).status_code == 413
+    for body in (b"", b"[]", b"{", b'{"data":' + b"[" * 400, b'{"session_hash": 1}', '{"a": 1}'.encode("utf-16")):
+        assert chat.post(JOIN, content=body).status_code == 400, body

@@ -1,0 +1,254 @@
+"""A model from a hub on loopback into a cache or a folder, and what can go wrong on the way."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub.constants
+import huggingface_hub.file_download as file_download
+import pytest
+from hub_server import COMMIT, HubServer, serving
+
+from penstock.cli import main
+from penstock.errors import PenstockError, UserError
+from penstock.models import fetch, fetch_files, fetch_lock, hub, manifest, sources
+
+NAME = "org/tiny"
+FILES = {"config.json": b"{}", "tokenizer.json": b"{    }", "a.safetensors": b"a" * 100, "b.safetensors": b"b" * 50}
+SOURCE = sources.Source("hub", NAME)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(fetch_files, "_FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda _: None, time=time.time))
+    with serving(NAME, FILES | {"README.md": b"#", "original/x.pth": b"x"}) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        # The package reads the variable when it is imported.
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(
+            huggingface_hub.constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+        )
+        yield server
+
+
+def snapshot(cache: Path) -> Path:
+    return cache / "models--org--tiny" / "snapshots" / COMMIT
+
+
+def test_a_model_comes_into_the_cache_in_the_hub_s_own_layout(served: HubServer, tmp_path: Path) -> None:
+    seen: list[fetch.Progress] = []
+    folder = fetch.fetch(SOURCE, None, tmp_path, show=seen.append)
+    assert folder == snapshot(tmp_path) and manifest.verify(folder) == []
+    assert {path.name for path in folder.iterdir()} == {*FILES, manifest.NAME}
+    assert seen[-1].line.startswith("4/4 files, 158 B of 158 B")
+    assert huggingface_hub.snapshot_download(
+        NAME, cache_dir=tmp_path, local_files_only=True, allow_patterns="*.json"
+    ) == str(folder)
+    served.asked.clear()
+    assert fetch.fetch(SOURCE, None, tmp_path) == folder and served.downloads == []
+    assert fetch.kept(SOURCE, tmp_path) == folder
+
+
+def test_a_folder_gets_plain_files(served: HubServer, tmp_path: Path) -> None:
+    folder = fetch.fetch(SOURCE, tmp_path / "to")
+    assert {path.name for path in folder.iterdir()} == {*FILES, manifest.NAME}
+    assert not any(path.is_symlink() for path in folder.iterdir()) and manifest.fits(folder, COMMIT)
+
+
+def test_a_file_that_was_cut_is_continued_where_it_ended(served: HubServer, tmp_path: Path) -> None:
+    listing = sources.resolve(SOURCE)
+    layout = fetch_files.Layout(tmp_path)
+    layout.make()
+    layout.part(listing, "a.safetensors").write_bytes(b"a" * 60)
+    fetch.fetch(SOURCE, tmp_path)
+    assert ("a.safetensors", 60) in served.ranges and manifest.verify(tmp_path) == []
+
+
+def test_a_finished_file_is_neither_fetched_nor_read_again(
+    served: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch.fetch(SOURCE, None, tmp_path)
+    (snapshot(tmp_path) / manifest.NAME).rename(snapshot(tmp_path) / fetch_files._NOTES)
+    read: list[Path] = []
+    monkeypatch.setattr(manifest, "sha256_of", lambda path, _=None: str(read.append(path)))  # type: ignore[func-returns-value]
+    served.asked.clear()
+    fetch.fetch(SOURCE, None, tmp_path)
+    assert served.downloads == [] and read == [] and manifest.fits(snapshot(tmp_path))
+
+
+def test_wrong_bytes_are_fetched_again_and_never_kept(served: HubServer, tmp_path: Path) -> None:
+    listing = sources.resolve(SOURCE)
+    served.files["a.safetensors"] = b"x" * 100
+    with pytest.raises(PenstockError, match="its hash is not the one of the source"):
+        fetch_files.FilesFetch(listing, fetch_files.Layout(tmp_path)).run(lambda _: None)
+    assert not (tmp_path / "a.safetensors").exists() and not list(tmp_path.rglob("*.incomplete"))
+    served.files["a.safetensors"] = b"a" * 99
+    with pytest.raises(PenstockError, match="the hub says 99 bytes, and its list of files 100"):
+        fetch_files.FilesFetch(listing, fetch_files.Layout(tmp_path)).run(lambda _: None)
+    served.files["a.safetensors"] = FILES["a.safetensors"]
+    assert manifest.verify(fetch.fetch(SOURCE, tmp_path)) == []
+
+
+def test_verify_finds_one_flipped_byte_and_the_next_fetch_replaces_it(
+    served: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert main.run(["fetch", NAME]) == 0
+    assert capsys.readouterr().out == f"{snapshot(tmp_path)}\n"
+    path = (snapshot(tmp_path) / "a.safetensors").resolve()
+    times = path.stat()
+    path.write_bytes(b"a" * 99 + b"b")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert main.run(["fetch", NAME, "--verify"]) == 1
+    assert "a.safetensors: its SHA-256 is" in capsys.readouterr().err
+    assert main.run(["fetch", NAME]) == 0 and main.run(["fetch", NAME, "--verify"]) == 0
+    assert "every byte is right (4 files" in capsys.readouterr().out
+
+
+def test_a_dry_run_says_files_and_bytes_and_writes_nothing(
+    served: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["fetch", NAME, "--to", str(tmp_path / "to"), "--dry-run", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["event"], facts["missing_bytes"], facts["revision"]) == ("plan", 158, COMMIT)
+    assert main.run(["pull", NAME, "--to", str(tmp_path / "to"), "--dry-run"]) == 0
+    assert "4 files, 158 B" in capsys.readouterr().out and not (tmp_path / "to").exists()
+
+
+def test_a_gated_model_names_the_page_to_visit(served: HubServer, tmp_path: Path) -> None:
+    served.token = "secret"
+    with pytest.raises(UserError) as caught:
+        fetch.fetch(SOURCE, tmp_path)
+    assert f"The page to visit: {served.url}/{NAME}" in str(caught.value.detail)
+
+
+def test_too_small_a_disk_is_refused_with_what_could_go(
+    served: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (old := tmp_path / "models--org--old" / "blobs").mkdir(parents=True)
+    (old / "x").write_bytes(b"x" * 10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9, total=10**12))
+    with pytest.raises(UserError, match=r"4\.0 GB of space are missing") as caught:
+        fetch.fetch(SOURCE, None, tmp_path)
+    assert "org/old (0.0 GB)" in str(caught.value.detail) and not snapshot(tmp_path).exists()
+
+
+def test_a_full_disk_keeps_what_came_and_a_cache_that_cannot_be_written_is_used(
+    served: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+
+        def write(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patch.setattr(fetch_files.Layout, "place", write)
+        with pytest.raises(UserError, match="the disk is full"):
+            fetch.fetch(SOURCE, None, tmp_path)
+    folder = fetch.fetch(SOURCE, None, tmp_path)
+    (folder / manifest.NAME).unlink()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(fetch_lock.FetchLock, "_create", refuse)
+    assert fetch.fetch(SOURCE, None, tmp_path) == folder
+    (folder / "config.json").unlink()
+    with pytest.raises(UserError, match="Read-only file system"):
+        fetch.fetch(SOURCE, None, tmp_path)
+
+
+def test_without_the_hub_what_was_fetched_before_is_used(
+    served: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fetch.fetch(SOURCE, None, tmp_path)
+    monkeypatch.setattr(
+        hub, "list_hashes", lambda *_: (_ for _ in ()).throw(hub.HubError("no hub", detail="", hint="", status=None))
+    )
+    lines: list[str] = []
+    assert fetch.fetch(SOURCE, None, tmp_path, say=lines.append) == folder and "fetched before" in lines[0]
+    with pytest.raises(hub.HubError):
+        fetch.fetch(SOURCE, None, tmp_path / "other")
+
+
+def test_unsafe_names_of_a_hub_are_refused(served: HubServer, tmp_path: Path) -> None:
+    served.files["../evil.json"] = b"{}"
+    with pytest.raises(UserError, match="unsafe name"):
+        fetch.fetch(SOURCE, tmp_path)
+
+
+def test_the_hub_s_wish_to_wait_is_read() -> None:
+    assert hub._wait_s({"ratelimit": '"api";r=0;t=55'}) == 55 and hub._wait_s({"Retry-After": "7"}) == 7
+    assert hub._wait_s({"ratelimit": '"api";r=9;t=55'}) is None
+
+
+def test_one_fetches_and_another_waits_until_it_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch_lock, "_POLL_S", 0.005)
+    lines: list[str] = []
+    with fetch_lock.FetchLock(tmp_path, lines.append):
+        waits = threading.Thread(target=lambda: fetch_lock.FetchLock(tmp_path, lines.append).__enter__().__exit__())
+        waits.start()
+        while not lines:
+            time.sleep(0.001)
+    waits.join(5)
+    assert f"waiting for process {os.getpid()}" in lines[0] and not (tmp_path / fetch_lock.NAME).exists()
+
+
+def test_the_lock_of_a_process_that_died_or_stands_still_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch_lock, "_POLL_S", 0.001)
+    monkeypatch.setattr(fetch_lock, "_SETTLE_S", 0.001)
+    monkeypatch.setattr(fetch_lock, "_STALE_S", 0.01)
+    for host in (fetch_lock._view(), "elsewhere 1"):
+        owner = fetch_lock.Owner(host, 2**22 + 1, 1, "other")
+        (tmp_path / fetch_lock.NAME).write_text(json.dumps({**{f: getattr(owner, f) for f in owner.__struct_fields__}}))
+        with fetch_lock.FetchLock(tmp_path, lambda _: None) as lock:
+            assert lock._is_ours()
+    assert not (tmp_path / fetch_lock.NAME).exists()
+
+
+@pytest.mark.processes
+def test_a_fetch_that_is_killed_is_continued_and_two_fetch_once(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    files = FILES | {"a.safetensors": os.urandom(3_000_000)}
+    with serving(NAME, files) as server:
+        environment |= {"HF_ENDPOINT": server.url, "NO_PROXY": "127.0.0.1", "PENSTOCK_HOME": str(tmp_path / "home")}
+        environment["HF_HUB_CACHE"] = str(tmp_path / "hub")
+        argv = [sys.executable, "-m", "penstock", "fetch", NAME]
+        server.is_open.clear()  # the small files come, and the weights hang
+        with subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as killed:
+            deadline = time.monotonic() + 30
+            notes = snapshot(tmp_path / "hub") / fetch_files._NOTES
+            while not (notes.exists() and b"config.json" in (text := notes.read_bytes()) and b"tokenizer.json" in text):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            killed.send_signal(signal.SIGKILL)
+        server.is_open.set()
+        server.asked.clear()
+        both = [
+            subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for _ in range(2)
+        ]
+        outputs = [process.communicate(timeout=60) for process in both]
+        assert [process.returncode for process in both] == [0, 0], outputs
+        assert sorted(server.downloads) == ["a.safetensors", "b.safetensors"]
+    folder = snapshot(tmp_path / "hub")
+    assert [output for output, _ in outputs] == [f"{folder}\n"] * 2 and manifest.verify(folder) == []
