@@ -481,6 +481,23 @@ def test_image_goes_to_the_model_and_stays_in_the_conversation(people: People, r
     expect(chat.conversation.get_by_role("img", name="image 1 of the question")).to_be_visible()
 
 
+def test_an_image_without_text_is_still_there_when_a_setting_is_refused(people: People, rig: ChatPage) -> None:
+    rig.add_replica(input_modalities=["text", "image"])
+    chat = people.chat()
+    expect(chat.page.get_by_role("button", name="Attach images")).to_be_visible()
+    chat.page.get_by_role("button", name="Settings").click()
+    chat.page.locator("#penstock-settings").get_by_label("Temperature").fill("9")
+    chat.page.get_by_role("button", name="Close settings").click()
+    file = FilePayload(name="dot.png", mimeType="image/png", buffer=png(8, 8))
+    chat.page.locator("#penstock-ask input[type=file]").set_input_files(file)
+    image = chat.page.get_by_role("img", name="image 1")
+    expect(image).to_be_visible()
+    chat.page.locator("#penstock-send").click()
+    expect(chat.page.get_by_text("Temperature is 9")).to_be_visible()
+    expect(image).to_be_visible()
+    assert not rig.engine.asked
+
+
 def png(width: int, height: int) -> bytes:
     def part(name: bytes, data: bytes) -> bytes:
         return len(data).to_bytes(4, "big") + name + data + zlib.crc32(name + data).to_bytes(4, "big")

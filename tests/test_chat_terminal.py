@@ -218,6 +218,8 @@ def test_a_conversation_goes_on_from_a_file(engine: InThread, tmp_path: Path) ->
     assert [message["content"] for message in last] == ["whisper", "a", "1:a 2:a 3:a", "b", "1:b 2:b 3:b", "c"]
     path.write_bytes(b"[" + path.read_bytes() + b"," + path.read_bytes() + b"]")
     assert "it has 2 conversations" in talk(engine, f"/load {path}")
+    for verb in ("load", "save"):
+        assert 'cannot use the file name "~nobody-here/x"' in talk(engine, f"/{verb} ~nobody-here/x")
 
 
 def test_a_terminal_shows_what_the_answer_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,16 @@ def test_a_page_beyond_loopback_needs_a_key(shell: Shell) -> None:
     assert code == 2 and "cannot serve the chat page on 0.0.0.0 without a login" in err and "OPENAI_API_KEY" in err
 
 
+def test_a_key_or_address_that_no_request_can_have_is_refused(
+    place: Place, shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-\u00e9")
+    code, _, err = shell("ui", "--url", "http://h")
+    assert code == 2 and "cannot use the API key" in err
+    monkeypatch.setenv("HOST", "http://[h")
+    assert page.main([]) == 2 and 'cannot use base URL "http://[h"' in capsys.readouterr().err
+
+
 def test_without_the_extra_it_says_what_to_install(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, _, err = shell("ui", "--url", "http://h")

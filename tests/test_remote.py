@@ -27,6 +27,8 @@ with (folder / "calls").open("a") as calls:
     calls.write(words + "\\n")
 if " -N " not in words:
     page = " ui one --json" in words
+    if page and (folder / "banner").exists():
+        print("Welcome to the login node")
     print('{{"url": "http://[fd00::1]:%s", "key": "sk-1", "ui": {{}}}}' % ("7860/login" if page else 8000))
     sys.exit()
 sys.stderr.write("x" * 200_000)
@@ -74,6 +76,20 @@ def test_a_chat_page_of_a_login_node_has_its_key_from_there_and_a_tunnel(calls: 
     words = calls.read_text().splitlines()
     assert "-m penstock ui one --json" in words[1]
     assert f"-L 127.0.0.1:{port}:[fd00::1]:7860 -- login" in words[2]
+
+
+def test_a_login_node_that_answers_in_other_words_or_not_at_all_is_an_error(
+    calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = cli_remote._on_login_node(Login("login"), "one")
+    (calls.parent / "banner").touch()
+    with pytest.raises(PenstockError, match="could not open the page") as caught:
+        gateway.chat_page()
+    assert str(caught.value.detail).startswith("Welcome to the login node")
+    monkeypatch.setattr(cli_remote, "_PAGE_S", 0.0)
+    with pytest.raises(PenstockError, match="could not run") as caught:
+        gateway.chat_page()
+    assert caught.value.is_retryable and caught.value.detail == "no answer within 0 s"
 
 
 def test_a_port_that_another_program_has_is_not_told_to_be_the_deployment() -> None:

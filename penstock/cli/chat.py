@@ -332,7 +332,7 @@ class _Session:
         return questions[-1]
 
     def _save(self, name: str) -> None:
-        path = Path(name).expanduser()
+        path = _path(name)
         if not name:
             raise PenstockError("cannot save without a file", hint="/save FILE")
         is_json = path.suffix == ".json"
@@ -345,7 +345,7 @@ class _Session:
         self._note(f"(saved to {path})")
 
     def _load(self, name: str) -> None:
-        path = Path(name).expanduser()
+        path = _path(name)
         try:
             read = files.from_file(path.read_bytes(), time.time())
         except OSError as exc:
@@ -388,6 +388,14 @@ class _Session:
     def _note(self, text: str) -> None:
         if self._is_interactive and not self._options.as_json:
             self._screen.line(text)
+
+
+def _path(name: str) -> Path:
+    """Raises UserError for the home of an unknown user."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as exc:
+        raise UserError(f'cannot use the file name "{name}": {exc}') from exc
 
 
 _COMMANDS = {

@@ -232,15 +232,23 @@ def _page_on(login: Login, verb: str, name: str) -> dict[str, str | None]:
     """Address and key of a page, as the verb prints them on the login node."""
     from penstock.targets import login as remote
 
-    argv = remote.argv(login, [verb, name, "--json"], False)
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PAGE_S)
-    if done.returncode != 0:
-        why = (done.stderr or done.stdout).strip()[-500:] or None
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            why = json.loads(done.stderr or done.stdout)["error"]["message"]
-        raise PenstockError(f'could not open the page of "{name}"', detail=why)
-    facts: dict[str, str | None] = json.loads(done.stdout)
-    return facts
+    done = _run_inside(remote.argv(login, [verb, name, "--json"], False), _PAGE_S)
+    why = (done.stderr or done.stdout).strip()[-500:] or None
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        if done.returncode == 0:
+            facts = json.loads(done.stdout)
+            return {"url": facts["url"], "key": facts["key"]}
+        why = json.loads(done.stderr or done.stdout)["error"]["message"]
+    raise PenstockError(f'could not open the page of "{name}"', detail=why)
+
+
+def _run_inside(argv: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """A command that asks nothing, to its end.  Raises PenstockError."""
+    try:
+        return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        why = f"no answer within {timeout_s:.0f} s" if isinstance(exc, subprocess.TimeoutExpired) else str(exc)
+        raise PenstockError(f'could not run "{argv[0]}"', detail=why, is_retryable=True) from exc
 
 
 def _in_target(run: Run | None, verb: str) -> _Gateway | None:
@@ -313,9 +321,7 @@ def _owner_key(gateway: _Gateway) -> str:
     """A new secret of the owner's key in the deployment's store."""
     # argparse takes no optional word after a flag.
     for words in (["keys", "rotate", "owner", "--grace", "12h", "--json"], ["keys", "create", "owner", "--json"]):
-        done = subprocess.run(
-            gateway.inside(words, False), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S
-        )
+        done = _run_inside(gateway.inside(words, False), _ANSWER_S)
         if done.returncode == 0:
             return str(json.loads(done.stdout)["key"])
     raise PenstockError(

@@ -15,6 +15,8 @@ from penstock.models import hub
 from penstock.models.sources import Listing
 
 _XET_POLL_S = 0.5
+# Its 10 MB pieces, eight at once, miss the processor's cache and cost a page fault each 4 KiB.
+_CHUNK_BYTES = 256 << 10
 
 
 def fetch_file(listing: Listing, name: str, part: Path, progress: Callable[[int], None]) -> None:
@@ -26,12 +28,13 @@ def fetch_file(listing: Listing, name: str, part: Path, progress: Callable[[int]
 
 
 def _fetch(listing: Listing, name: str, part: Path, expected: int, progress: Callable[[int], None]) -> None:
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.file_download import http_get, is_xet_available, xet_get
     from huggingface_hub.utils import build_hf_headers, disable_progress_bars
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its warnings and bars would break our lines
     disable_progress_bars()
+    constants.DOWNLOAD_CHUNK_SIZE = _CHUNK_BYTES
     url = hf_hub_url(listing.source.name, name, revision=listing.commit, endpoint=hub.endpoint())
     headers = build_hf_headers(library_name="penstock", library_version=__version__)
     facts = get_hf_file_metadata(url, library_name="penstock", library_version=__version__, endpoint=hub.endpoint())

@@ -178,7 +178,7 @@ class Ui(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _ELSEWHERE = re.compile(r"(pvc|image):|(gs|s3)://|pod\Z")
 
 
-class Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """`weights`: the folder where models from a hub are kept (the hub's own cache when absent).
 
     With target kubernetes it says where the pods find the model. Absent: a claim for each model, which a Job fills from

@@ -20,6 +20,7 @@ from penstock.chat.page.config import PageConfig
 from penstock.errors import PenstockError, UserError
 from penstock.paths import home, write_atomically
 from penstock.spec.gateway import is_loopback
+from penstock.wire.client import Client
 
 EXTRA = "pip install 'penstock[ui]'"
 
@@ -54,7 +55,11 @@ def load(path: Path) -> PageConfig:
 
 
 def with_key(config: PageConfig, key: str | None) -> PageConfig:
-    """The page of one key, which it asks for: not everyone who reaches it may use the key.  Makes `config.folder`."""
+    """The page of one key, which it asks for: not everyone who reaches it may use the key.  Makes `config.folder`.
+
+    Raises UserError, also for an address or a key that no request can have.
+    """
+    Client(config.gateway, key)
     folder = Path(config.folder)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

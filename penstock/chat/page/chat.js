@@ -7,6 +7,7 @@ const TRIES_MAX = 5;
 const chat = { order: null, sent: null, editing: null, images: [], tries: 0, shown: null };
 
 const isAnswering = () => document.body.classList.contains("penstock-busy");
+const nTurns = () => Object.keys(page.conversation.turns).length;
 const turnOf = (id) => page.conversation.turns[id];
 
 function fill(text) {
@@ -173,7 +174,7 @@ window.penstockChat = {
     chat.order = null;
     if (given.act === "ask" || given.act === "edit") {
       chat.tries = 0;
-      chat.sent = { text, images: chat.images, editing: chat.editing };
+      chat.sent = { text, images: chat.images, editing: chat.editing, nTurns: nTurns() };
       Object.assign(chat, { editing: null, images: given.act === "ask" ? [] : chat.images });
       drawAbove();
     }
@@ -181,14 +182,16 @@ window.penstockChat = {
     pin();
     return [window.penstock.current(), JSON.stringify(given), text, ...rest];
   },
-  // An event is over, whatever became of it. What was refused before it was sent is still in the box.
-  ended() {
+  // An event is over, whatever became of it. What was refused before it was sent is still in the box, and comes back to it.
+  ended(isError) {
     document.body.classList.remove("penstock-busy");
     const { sent } = chat;
     chat.sent = null;
     const box = drafts.box();
     if (!sent || !box) return;
-    if (sent.text && box.value === sent.text) Object.assign(chat, { images: sent.images, editing: sent.editing });
+    const isEmpty = !sent.text.trim() && (sent.editing || !sent.images.length);
+    const isRefused = isError && nTurns() === sent.nTurns;
+    if (isEmpty || isRefused) Object.assign(chat, { images: sent.images, editing: sent.editing });
     else if (sent.editing?.draft && !box.value) fill(sent.editing.draft);
     drawAbove();
   },

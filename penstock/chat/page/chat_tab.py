@@ -67,8 +67,8 @@ class ChatTab:
             js="(...given) => window.penstockChat.orders(...given)",
             show_progress="hidden", concurrency_limit=None, trigger_mode="once", api_visibility="private",
         )  # fmt: skip
-        for over in (answering.then, answering.failure):  # "then" is not heard after an error
-            over(None, None, None, js="() => window.penstockChat.ended()", api_visibility="private")
+        for over, is_error in ((answering.then, "false"), (answering.failure, "true")):  # one of them is heard
+            over(None, None, None, js=f"() => window.penstockChat.ended({is_error})", api_visibility="private")
         self.news.change(
             None, self.news, None, js="(news) => window.penstock.took(news)", show_progress="hidden",
             api_visibility="private",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Any
 
 import gradio
@@ -16,6 +18,7 @@ from penstock.errors import PenstockError, UserError
 from penstock.wire.model_list import ModelCard
 
 _MAX_TOKENS = 32768  # the end of the slider where the server does not say how long the context is
+_LIST_S = 1.0  # a gateway that is silent must not keep a conversation from being drawn
 _NUMBERS = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
@@ -43,8 +46,8 @@ class Panel:
         )
         bound = parameters.bound("max_tokens")
         self.max_tokens = gradio.Slider(
-            1,
-            _MAX_TOKENS,
+            bound.low,
+            bound.high,  # what a page that was open before a restart may send; `_choices` lowers it
             512,
             step=1,
             label=bound.label,
@@ -84,7 +87,7 @@ class Panel:
         if chosen not in names:
             chosen = self._config.model if self._config.model in names else next(iter(names), chosen)
         lengths = [card.max_model_len for card in cards if chosen in (card.name, *card.aliases)]
-        longest = next(filter(None, lengths), _MAX_TOKENS)
+        longest = next(filter(None, lengths), max(_MAX_TOKENS, max_tokens))
         listed = [(_label(card), card.name) for card in cards] or [(chosen or "", chosen or "")]
         picker = gradio.update(choices=listed, value=chosen)
         return [picker, gradio.update(maximum=longest, value=min(max_tokens, longest))]
@@ -95,7 +98,9 @@ class Panel:
 
     async def values(self, request: gradio.Request, settings: Settings) -> list[Any]:
         """What the components show."""
-        cards = await self._cards(request)
+        cards: tuple[ModelCard, ...] = ()
+        with contextlib.suppress(TimeoutError):
+            cards = await asyncio.wait_for(self._cards(request), _LIST_S)
         model, max_tokens = self._choices(cards, settings.model or self._config.model, settings.max_tokens or 512)
         figures = [getattr(settings, name) for name in _NUMBERS]
         numbers = ["" if figure is None else f"{figure:.15g}" for figure in figures]
