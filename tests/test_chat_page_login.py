@@ -6,6 +6,7 @@ import os
 import ssl
 import stat
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from starlette.testclient import TestClient
 from penstock.chat.page.config import PageConfig
 from penstock.chat.page.login import Login
 from penstock.chat.page.proxied import as_sent, clean_prefix, is_same_site
-from penstock.chat.page.server import Status, remove_uploads
+from penstock.chat.page.server import Status, check_number, remove_uploads
 from penstock.chat.page.sessions import Attempts, Sessions, name_of, visitor
 from penstock.chat.page.upstream import Upstream
 from penstock.errors import PenstockError, UserError
@@ -320,3 +321,10 @@ def test_the_gateways_own_certificate_is_taken_at_its_address(certificate: tuple
         with pytest.raises(PenstockError, match="certificate"):
             asyncio.run(Upstream(url).models("k"))
         server.shutdown()
+
+
+def test_an_event_with_too_few_inputs_is_refused_without_its_text() -> None:
+    handler = types.SimpleNamespace(inputs=[1, 2])
+    check_number(handler, ["a", "b"])
+    with pytest.raises(ValueError, match=r"^an event of the page came with 1 of 2 inputs$"):
+        check_number(handler, ["what a person wrote"])

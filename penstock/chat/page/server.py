@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ def make_app(config: PageConfig, say: Say) -> Any:
     blocks = layout.build(config)
     blocks.delete_cache = (_UPLOAD_S, _UPLOAD_S)
     blocks.queue(default_concurrency_limit=None, api_open=False)
+    blocks.validate_inputs = check_number
     blocks.max_threads = blocks._queue.max_thread_count = _STREAMS_AT_ONCE
     blocks._queue.sleep_when_free = blocks._queue.progress_update_sleep_when_free = _QUEUE_LOOK_S
     app = gradio.mount_gradio_app(
@@ -98,6 +99,12 @@ def make_app(config: PageConfig, say: Say) -> Any:
         theme=theme.theme(), head=theme.head(),
     )  # fmt: skip
     return login.around(UsedRoutes(app))
+
+
+def check_number(handler: Any, inputs: Sequence[Any]) -> None:
+    """Raises ValueError for too few. Gradio's own check writes what a person sent into the log."""
+    if len(inputs) < len(handler.inputs):
+        raise ValueError(f"an event of the page came with {len(inputs)} of {len(handler.inputs)} inputs")
 
 
 def remove_uploads(folder: Path, before: float) -> None:
