@@ -52,9 +52,9 @@ async def failure(client: Client, head: Any = None) -> Failure:
         while (event := await client.event()) not in (END, None):
             body += event
             if head.status < 400:
-                reader.feed(event, 1.0)
+                list(reader.feed(event, 1.0))
         if head.status < 400:
-            reader.feed(b"", 1.0)
+            list(reader.feed(b"", 1.0))
             reader.reply(1.0)
         after = (head.get(b"retry-after") or b"").decode()
         raise http_error("http://gateway", head.status, "No", body, after, request_id)
