@@ -37,17 +37,23 @@ def disk(
     cached: float | None = 0.0,
     free_gib: float = 500,
     is_direct: bool = True,
+    buffered: float | None = None,
 ) -> Disk:
-    """Files of `n_gib` on a disk of that rate; `alone`: the rate of one reader that maps them, GB/s."""
+    """Files of `n_gib` on a disk of that rate; `alone`: the rate of one reader that maps them, `buffered`: of eight by
+    way of the page cache, GB/s."""
     one = (alone or gb_per_s) * 1e9
-    reading = Reading("/m/a", int(gb_per_s * 1e9), 1.0, is_direct, cached, file_system, one, gb_per_s * 1e9)
+    reading = Reading(
+        "/m/a", int(gb_per_s * 1e9), 1.0, is_direct, cached, file_system, one, (buffered or gb_per_s) * 1e9
+    )
     return Disk(int(n_gib * GIB), reading, int(free_gib * GIB))
 
 
 @pytest.mark.parametrize(
     ("files", "setting", "flags", "why"),
     [
-        (disk(131, 2.1, "ext4"), CUDA, {"load-format": "instanttensor"}, "gives 2.1 GB/s past the page cache"),
+        (disk(131, 2.1, "ext4", buffered=1.0), CUDA, {"load-format": "instanttensor"}, "2.1 GB/s past the page cache"),
+        (disk(700, 2.1, "ext4"), CUDA, {"load-format": "instanttensor"}, "2.1 GB/s past the page cache"),
+        (disk(19, 1.1, "ext4", 0.66, buffered=1.27), CUDA, {"safetensors-load-strategy": "prefetch"}, "1.9 times"),
         (disk(131, 2.1, "xfs"), Setting("cuda"), {}, "one reader gets all"),
         (disk(131, 6.0, "xfs", alone=2.0), Setting("cuda"), {"safetensors-load-strategy": "prefetch"}, "3.0 times"),
         (disk(131, 6.0, "xfs", alone=2.0), Setting("cuda", 2, ALL), {"safetensors-load-strategy": "prefetch"}, "3.0"),
@@ -152,7 +158,7 @@ def test_the_choice_is_left_open_by_the_file_or_is_not(model_file: Path) -> None
 
 def test_a_choice_becomes_flags_and_words(model_file: Path) -> None:
     plan = plan_of(model_file.parent, args={"seed": 7})
-    chosen = load_choice.with_choice(plan, disk(131, 2.1, "ext4"), lambda _, files: choose(files, CUDA))
+    chosen = load_choice.with_choice(plan, disk(131, 2.1, "ext4", buffered=1.0), lambda _, files: choose(files, CUDA))
     command = Vllm().command(chosen.plan, Place("127.0.0.1", 1, "/tmp/x", "python"))
     assert " ".join(command.argv).endswith("--seed 7 --load-format instanttensor")
     assert chosen.text == (

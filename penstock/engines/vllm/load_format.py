@@ -8,7 +8,7 @@ The first row that fits counts:
 | on a network, smaller than 90 % of the free memory | read ahead into the page cache (prefetch) |
 | on a network, larger | the streamer, where it is installed |
 | on a disk, for the CPU | vLLM's default: its copies take longer than the disk |
-| on a disk of 1 GB/s or more, one machine | instanttensor, where it is installed: reads past the page cache |
+| on a disk of 1 GB/s, faster past the page cache or too small a cache, one machine | instanttensor, if there |
 | on a disk that gives eight readers 1.3 times the rate of one that maps the files, files fit | prefetch |
 | else | vLLM's default |
 """
@@ -29,6 +29,9 @@ _MOST_OF_MEMORY = 0.9
 # A slower disk is better read once, into the page cache: the next start then finds the files in memory.
 _FAST_BYTES_PER_S = 1e9
 _GAIN = 1.3
+# Past the page cache every start reads the disk again. On a disk of 1.1 GB/s either way instanttensor took 12.8 s cold
+# and 14.6 s again for 20.6 GB, prefetch 14.1 s and 3.6 s (docs/measurements/starts.md).
+_DIRECT_GAIN = 1.5
 _LOCAL = ("ext", "xfs", "btrfs", "zfs", "f2fs", "overlay")
 
 
@@ -52,7 +55,7 @@ def choose(disk: Disk, setting: Setting) -> LoadChoice:
         return _from_network(disk, setting, where)
     if setting.device == "cpu":
         return LoadChoice("vLLM's default")
-    if _suits_instanttensor(disk, setting):
+    if _suits_instanttensor(disk, setting, fits):
         why = f"since {where} gives {reading.bytes_per_s / 1e9:.1f} GB/s past the page cache"
         return LoadChoice(f"{names.INSTANTTENSOR}, {why}", {_key("load_format"): names.INSTANTTENSOR}, "direct")
     gain = (reading.buffered_bytes_per_s or 0.0) / (reading.mapped_bytes_per_s or reading.bytes_per_s)
@@ -76,10 +79,12 @@ def _from_network(disk: Disk, setting: Setting, where: str) -> LoadChoice:
     return LoadChoice(f"vLLM's default, since {too_large}")
 
 
-def _suits_instanttensor(disk: Disk, setting: Setting) -> bool:
+def _suits_instanttensor(disk: Disk, setting: Setting, fits: bool) -> bool:
     reading = disk.reading
+    gains = reading.bytes_per_s >= _DIRECT_GAIN * (reading.buffered_bytes_per_s or 0.0)
     return (
-        setting.n_nodes == 1
+        (gains or not fits)
+        and setting.n_nodes == 1
         and names.INSTANTTENSOR_PACKAGE in setting.packages
         and reading.is_direct
         and reading.file_system.startswith(_LOCAL)
