@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from axe_playwright_python.sync_playwright import Axe
 from chat_page_rig import ChatPage
-from playwright.sync_api import Browser, BrowserContext, Locator, Page, Request, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, Request, expect
 
 WIDE, PHONE = {"width": 1360, "height": 900}, {"width": 390, "height": 844}
 # What Chromium says of a page's own requests that fail on purpose: the tests of failures allow it.
@@ -124,18 +121,6 @@ def violations(page: Page) -> list[str]:
         for rule in rules
         if rule["impact"] in ("serious", "critical")
     ]
-
-
-@contextlib.contextmanager
-def a_chromium() -> Iterator[Browser]:
-    program = shutil.which("chromium")
-    if program is None:
-        pytest.skip("chromium is not installed")
-    expect.set_options(timeout=10_000)
-    with sync_playwright() as playwright:
-        arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--lang=en"]
-        with playwright.chromium.launch(executable_path=program, args=arguments) as browser:
-            yield browser
 
 
 def log_in(browser: Browser, rig: ChatPage, name: str = "ann") -> list[Any]:

@@ -6,8 +6,9 @@ import io
 import tempfile
 from pathlib import Path
 
-from chat_page_driver import Chat, a_chromium, log_in
+from chat_page_driver import Chat, log_in
 from chat_page_rig import Answer, ChatPage, chat_page
+from chromium import chromium
 from PIL import Image
 from playwright.sync_api import Browser, Page, ViewportSize, expect
 
@@ -73,7 +74,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         chat_page(Path(folder), title="qwen") as rig,
-        a_chromium() as browser,
+        chromium() as browser,
     ):
         script(rig)
         for is_dark in (False, True):

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_page_driver import PHONE, People, a_chromium, log_in, violations
+from chat_page_driver import PHONE, People, log_in, violations
 from chat_page_rig import Answer, ChatPage, Gate, chat_page
+from chromium import chromium
 from path_proxy import PathProxy
 from playwright.sync_api import Browser, FilePayload, expect
 
@@ -29,7 +30,7 @@ CACHED = {"prompt_tokens": 18, "completion_tokens": 3, "prompt_tokens_details": 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with a_chromium() as browser:
+    with chromium() as browser:
         yield browser
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
+from chromium import chromium
+from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
 from penstock.chat.page import theme
 
@@ -34,14 +34,8 @@ DOCUMENT = f'<!doctype html><html lang="en"><title>demo</title>{theme.head()}{ST
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    program = shutil.which("chromium")
-    if program is None:
-        pytest.skip("chromium is not installed")
-    expect.set_options(timeout=10_000)
-    with sync_playwright() as playwright:
-        arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--lang=en"]
-        with playwright.chromium.launch(executable_path=program, args=arguments) as browser:
-            yield browser
+    with chromium() as browser:
+        yield browser
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ import shlex
 from collections.abc import Iterator
 
 import pytest
-from chat_page_driver import People, a_chromium, log_in, violations
+from chat_page_driver import People, log_in, violations
 from chat_page_rig import Answer, ChatPage, Gate, chat_page
+from chromium import chromium
 from playwright.sync_api import Page, expect
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
@@ -21,7 +22,7 @@ HOSTILE = 'it\'s "quoted" $(touch /tmp/pwned) \\ <img src=x onerror=alert(1)>'
 def people(tmp_path_factory: pytest.TempPathFactory) -> Iterator[People]:
     with (
         chat_page(tmp_path_factory.mktemp("chat-page")) as rig,
-        a_chromium() as browser,
+        chromium() as browser,
         People(browser, rig, log_in(browser, rig)) as people,
     ):
         yield people

@@ -102,7 +102,10 @@ def test_a_job_fills_the_claim_once_and_pods_wait_for_it(kubernetes: Namespace, 
     assert "weights complete: weights " in log, log
     kubernetes.wait(lambda: has_ended(kubernetes, "reader"), "the reader has read", 60)
     assert waiting.log("weights").splitlines()[-1].endswith("weights complete")
-    assert "'.penstock-complete', 'MANIFEST.json', 'config.json'" in waiting.log() and "Read-only file system" in waiting.log()
+    assert (
+        "'.penstock-complete', 'MANIFEST.json', 'config.json'" in waiting.log()
+        and "Read-only file system" in waiting.log()
+    )
 
     n_asked = len(hub.asked)
     claim, job = weights.objects_of(other, plan())

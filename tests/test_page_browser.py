@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,9 +10,10 @@ import live_samples as samples
 import msgspec
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from chromium import chromium
 from launching import Place, ask
 from page_server import PageServer, Script
-from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Request, expect
 
 from penstock.cli import main
 from penstock.cli.dashboard import address_of
@@ -30,15 +30,8 @@ Open = Callable[..., Page]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    program = shutil.which("chromium")
-    if program is None:
-        pytest.skip("chromium is not installed")
-    expect.set_options(timeout=20_000)
-    with sync_playwright() as playwright:
-        # Chromium refuses to sandbox for root, and /dev/shm is small in containers.
-        arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--lang=en"]
-        with playwright.chromium.launch(executable_path=program, args=arguments) as browser:
-            yield browser
+    with chromium(20.0) as browser:
+        yield browser
 
 
 @pytest.fixture
