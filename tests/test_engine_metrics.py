@@ -84,7 +84,7 @@ async def endless(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.Stre
     ids=["hangs", "hangs up", "endless", "501", "torn", "no HTTP", "100 MB"],
 )
 async def test_a_bad_engine_is_left_out_and_reported(reply: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if reply is bad:  # the others end before the deadline, which would be short for a busy machine
+    if reply is not endless:  # which ends before, and fills the event loop
         monkeypatch.setattr(engine_metrics, "DEADLINE_S", 0.15)
     monkeypatch.setattr(engine_metrics, "PAGE_BYTES_MAX", 100_000)
     async with Rig(**FAMILIES) as rig:
@@ -94,7 +94,7 @@ async def test_a_bad_engine_is_left_out_and_reported(reply: Any, monkeypatch: py
         got = await series(await rig.client())
         assert got["penstock_engine_scrape_up"] == {"bad": 0.0, "good": 1.0, "starting": 0.0}
         assert got["vllm:num_requests_running"].keys() == {"good"}
-        assert got["penstock_engine_scrape_seconds"]["bad"] < engine_metrics.DEADLINE_S + 1
+        assert got["penstock_engine_scrape_seconds"]["bad"] < 2
 
 
 async def test_pages_that_are_too_large_together_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

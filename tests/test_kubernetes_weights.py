@@ -15,7 +15,7 @@ from penstock.planner import Plan
 from penstock.run_folder import Launch
 from penstock.spec.deployment import Cache, Deployment
 from penstock.targets import load
-from penstock.targets.kubernetes import objects, placing, pod_logs, replicas, target, weights
+from penstock.targets.kubernetes import ending, objects, placing, pod_logs, replicas, target, weights
 from penstock.targets.kubernetes.objects import Object
 from penstock.targets.kubernetes.weights import Source
 
@@ -313,6 +313,7 @@ def test_weights_that_another_deployment_uses_are_not_removed(monkeypatch: pytes
     cluster: Any = Cluster(claim, user)
     ours = target.Kubernetes()
     monkeypatch.setattr(ours, "_api_of", lambda _: cluster)
+    monkeypatch.setattr(ending, "SPARE_S", 0.0)  # this cluster keeps what is deleted
     run: Any = SimpleNamespace(deployment=file)
     user["spec"]["volumes"] = [{"persistentVolumeClaim": {"claimName": claim["metadata"]["name"]}}]
     with pytest.raises(UserError, match="llama uses them"):
