@@ -9,6 +9,10 @@ function labelAll() {
     const isOpen = String(Boolean(title.nextElementSibling));
     if (title.getAttribute("aria-expanded") !== isOpen) title.setAttribute("aria-expanded", isOpen);
   }
+  // Gradio names each message, and a name needs a role.
+  for (const message of document.querySelectorAll(":is([data-testid=bot], [data-testid=user])[aria-label]:not([role])")) {
+    message.setAttribute("role", "group");
+  }
   for (const list of document.querySelectorAll("#penstock-chat .examples[role=list]")) {
     list.setAttribute("role", "group");
     list.setAttribute("aria-label", "Examples");
