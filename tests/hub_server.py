@@ -7,9 +7,17 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
+
+import huggingface_hub.constants
+import huggingface_hub.file_download as file_download
+import pytest
+
+from penstock.models import fetch_files
 
 COMMIT = "c1899de289a04d12100db370d81485cdf75e47ca"
 
@@ -124,3 +132,23 @@ def serving(name: str, files: dict[str, bytes], address: str = "127.0.0.1") -> I
         yield server
         server.shutdown()
         thread.join()
+
+
+@contextlib.contextmanager
+def asked_hub(monkeypatch: pytest.MonkeyPatch, name: str, files: dict[str, bytes]) -> Iterator[HubServer]:
+    """A hub that huggingface_hub asks in this process, without a token and without pauses."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    for variable in ("HF_TOKEN", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(fetch_files, "_FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda _: None, time=time.time))
+    with serving(name, files) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        # The package reads the variable when it is imported.
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(
+            huggingface_hub.constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+        )
+        yield server

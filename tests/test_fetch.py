@@ -6,18 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import huggingface_hub.constants
-import huggingface_hub.file_download as file_download
 import pytest
-from hub_server import COMMIT, HubServer, serving
+from hub_server import COMMIT, HubServer, asked_hub, serving
 
 from penstock.errors import PenstockError, UserError
-from penstock.models import fetch_files, files, hub, manifest, volume
+from penstock.models import files, hub, manifest, volume
 
 NAME = "org/tiny"
 FILES = {"config.json": b"{}", "tokenizer.json": b"{    }", "a.safetensors": b"a" * 100, "b.safetensors": b"b" * 50}
@@ -25,20 +22,7 @@ FILES = {"config.json": b"{}", "tokenizer.json": b"{    }", "a.safetensors": b"a
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(fetch_files, "_FIRST_WAIT_S", 0.0)
-    monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda _: None, time=time.time))
-    with serving(NAME, FILES | {"README.md": b"#", "original/x.pth": b"x"}) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        # The package reads the variable when it is imported.
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(
-            huggingface_hub.constants,
-            "HUGGINGFACE_CO_URL_TEMPLATE",
-            f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
-        )
+    with asked_hub(monkeypatch, NAME, FILES | {"README.md": b"#", "original/x.pth": b"x"}) as server:
         yield server
 
 

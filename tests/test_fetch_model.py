@@ -16,9 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub.constants
-import huggingface_hub.file_download as file_download
 import pytest
-from hub_server import COMMIT, HubServer, serving
+from hub_server import COMMIT, HubServer, asked_hub, serving
 
 from penstock.cli import main
 from penstock.errors import PenstockError, UserError
@@ -31,21 +30,8 @@ SOURCE = sources.Source("hub", NAME)
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
-    for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(fetch_files, "_FIRST_WAIT_S", 0.0)
-    monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda _: None, time=time.time))
-    with serving(NAME, FILES | {"README.md": b"#", "original/x.pth": b"x"}) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        # The package reads the variable when it is imported.
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(
-            huggingface_hub.constants,
-            "HUGGINGFACE_CO_URL_TEMPLATE",
-            f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
-        )
+    with asked_hub(monkeypatch, NAME, FILES | {"README.md": b"#", "original/x.pth": b"x"}) as server:
         yield server
 
 
@@ -86,7 +72,7 @@ def test_a_finished_file_is_neither_fetched_nor_read_again(
     served: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetch.fetch(SOURCE, None, tmp_path)
-    (snapshot(tmp_path) / manifest.NAME).rename(snapshot(tmp_path) / fetch_files._NOTES)
+    (snapshot(tmp_path) / manifest.NAME).rename(snapshot(tmp_path) / fetch_files.NOTES)
     read: list[Path] = []
     monkeypatch.setattr(manifest, "sha256_of", lambda path, _=None: str(read.append(path)))  # type: ignore[func-returns-value]
     served.asked.clear()
@@ -216,7 +202,7 @@ def test_the_lock_of_a_process_that_died_or_stands_still_is_taken(
 ) -> None:
     monkeypatch.setattr(fetch_lock, "_POLL_S", 0.001)
     monkeypatch.setattr(fetch_lock, "_SETTLE_S", 0.001)
-    monkeypatch.setattr(fetch_lock, "_STALE_S", 0.01)
+    monkeypatch.setattr(fetch_lock, "STALE_S", 0.01)
     for host in (fetch_lock._view(), "elsewhere 1"):
         owner = fetch_lock.Owner(host, 2**22 + 1, 1, "other")
         (tmp_path / fetch_lock.NAME).write_text(json.dumps({**{f: getattr(owner, f) for f in owner.__struct_fields__}}))
@@ -236,7 +222,7 @@ def test_a_fetch_that_is_killed_is_continued_and_two_fetch_once(tmp_path: Path) 
         server.is_open.clear()  # the small files come, and the weights hang
         with subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as killed:
             deadline = time.monotonic() + 30
-            notes = snapshot(tmp_path / "hub") / fetch_files._NOTES
+            notes = snapshot(tmp_path / "hub") / fetch_files.NOTES
             while not (notes.exists() and b"config.json" in (text := notes.read_bytes()) and b"tokenizer.json" in text):
                 assert time.monotonic() < deadline
                 time.sleep(0.02)

@@ -27,7 +27,8 @@ _N_TRIES, _FIRST_WAIT_S = 6, 1.0
 _SHOW_S = 0.5
 _RATE_OVER_S = 10.0
 _MOST_WAIT_S = 600.0
-_NOTES = ".penstock-fetched.json"  # the files that were fetched and hashed, until there is a manifest
+PARTS = ".penstock-parts"  # of files that are not complete, in a folder that is no cache
+NOTES = ".penstock-fetched.json"  # the files that were fetched and hashed, until there is a manifest
 
 FetchFile = Callable[[Listing, str, Path, Callable[[int], None]], None]
 
@@ -62,7 +63,7 @@ class Layout:
     def __init__(self, folder: Path, repository: Path | None = None) -> None:
         self.folder, self.repository = folder, repository
         self.root = repository or folder
-        self._parts = repository / "blobs" if repository is not None else folder / ".penstock-parts"
+        self._parts = repository / "blobs" if repository is not None else folder / PARTS
 
     def part(self, listing: Listing, name: str) -> Path:
         """The partial file. Its name has the content's hash: another revision continues none but the same bytes."""
@@ -106,16 +107,16 @@ class Layout:
     def notes(self, commit: str) -> dict[str, Entry]:
         """What was noted for this commit; the manifest's, when nothing is under way."""
         try:
-            facts: Manifest | None = msgspec.json.decode((self.folder / _NOTES).read_bytes(), type=Manifest)
+            facts: Manifest | None = msgspec.json.decode((self.folder / NOTES).read_bytes(), type=Manifest)
         except (OSError, msgspec.MsgspecError):
             facts = manifest.read(self.folder)
         return facts.files if facts is not None and facts.revision == commit else {}
 
     def write_notes(self, facts: Manifest) -> None:
-        write_atomically(self.folder / _NOTES, msgspec.json.encode(facts))
+        write_atomically(self.folder / NOTES, msgspec.json.encode(facts))
 
     def remove_notes(self) -> None:
-        (self.folder / _NOTES).unlink(missing_ok=True)
+        (self.folder / NOTES).unlink(missing_ok=True)
         if self.repository is None:
             with contextlib.suppress(OSError):
                 self._parts.rmdir()

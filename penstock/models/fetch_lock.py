@@ -20,7 +20,8 @@ import msgspec
 from penstock.paths import write_atomically
 
 NAME = ".penstock-fetch.lock"
-_BEAT_S, _STALE_S, _POLL_S = 5.0, 60.0, 0.5
+_BEAT_S, _POLL_S = 5.0, 0.5
+STALE_S = 60.0  # since the last beat of its owner
 _SETTLE_S = 1.0  # longer than another process takes from its decision to take over to its write
 
 
@@ -84,7 +85,7 @@ class FetchLock:
                 if owner is not None:
                     self._say(f"waiting for process {owner.pid} on {owner.host.partition(' ')[0]}: {owner.line}")
                 seen, since = owner, time.monotonic()
-            if time.monotonic() - since > _STALE_S or (owner is not None and _is_dead(owner)):
+            if time.monotonic() - since > STALE_S or (owner is not None and _is_dead(owner)):
                 return
             time.sleep(_POLL_S)
 

@@ -19,13 +19,11 @@ import msgspec
 
 from penstock import paths
 from penstock.errors import UserError
-from penstock.models import files, hub, manifest
+from penstock.models import fetch_lock, files, hub, manifest
+from penstock.models.fetch_files import NOTES, PARTS
 from penstock.spec.deployment import DEMO_MODEL
 
 State = Literal["whole", "part", "changed"]
-# What a fetch keeps in a folder besides the model's files, and in a repository of a cache.
-_PARTS, _NOTES, _LOCK = ".penstock-parts", ".penstock-fetched.json", ".penstock-fetch.lock"
-_LOCK_FRESH_S = 60.0
 _PREFIX = "models--"
 
 
@@ -133,8 +131,8 @@ def check_unused(rows: Sequence[Kept], uses: Sequence[Use], now: float | None = 
                 hint=f"End it first: penstock down {users[0]}",
             )
         with contextlib.suppress(OSError):
-            age_s = (time.time() if now is None else now) - (Path(row.place) / _LOCK).stat().st_mtime
-            if age_s < _LOCK_FRESH_S:
+            age_s = (time.time() if now is None else now) - (Path(row.place) / fetch_lock.NAME).stat().st_mtime
+            if age_s < fetch_lock.STALE_S:
                 raise UserError(
                     f'cannot remove "{row.name}": it is being fetched', hint="Wait for that fetch, or end it first."
                 )
@@ -185,12 +183,12 @@ def _revisions(repository: Path) -> list[Kept]:
 
 def _plain_folder(folder: Path) -> Kept | None:
     facts = manifest.read(folder)
-    parts = (folder / _PARTS).is_dir() or (folder / _NOTES).is_file()
+    parts = (folder / PARTS).is_dir() or (folder / NOTES).is_file()
     if facts is None and not parts:
         return None
     names = set(_owned_names(folder))
     sizes = {path: size for path, size in _sizes(folder).items() if str(path.relative_to(folder)) in names}
-    sizes |= _sizes(folder / _PARTS)
+    sizes |= _sizes(folder / PARTS)
     state, is_verified = _state(folder, parts)
     name = facts.source.removeprefix("hf://") if facts is not None else str(folder)
     revision = facts.revision if facts is not None else ""
@@ -218,14 +216,14 @@ def _owned_names(folder: Path) -> list[str]:
     facts = manifest.read(folder)
     names = list(facts.files) if facts is not None else []
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        names += msgspec.json.decode((folder / _NOTES).read_bytes(), type=dict[str, msgspec.Raw])
+        names += msgspec.json.decode((folder / NOTES).read_bytes(), type=dict[str, msgspec.Raw])
     return list(dict.fromkeys(names))
 
 
 def _remove_folder(folder: Path) -> int:
     """Remove what a fetch wrote, and folders that are empty then; other files of the user stay."""
     names, n_bytes = _owned_names(folder), 0
-    (folder / _NOTES).unlink(missing_ok=True)
+    (folder / NOTES).unlink(missing_ok=True)
     parents = {folder, folder.parent} if folder.is_relative_to(paths.home() / "models") else {folder}
     for name in names:
         path = folder / name
@@ -235,11 +233,11 @@ def _remove_folder(folder: Path) -> int:
             n_bytes += path.lstat().st_size
             path.unlink()
         parents |= {parent for parent in path.parents if parent.is_relative_to(folder)}
-    n_bytes += sum(_sizes(folder / _PARTS).values())
-    _remove_tree(folder / _PARTS)
+    n_bytes += sum(_sizes(folder / PARTS).values())
+    _remove_tree(folder / PARTS)
     # The list of what is ours goes last, so that a removal that was killed can go on.
     (folder / manifest.NAME).unlink(missing_ok=True)
-    (folder / _LOCK).unlink(missing_ok=True)
+    (folder / fetch_lock.NAME).unlink(missing_ok=True)
     for parent in sorted(parents, key=lambda path: -len(path.parts)):
         with contextlib.suppress(OSError):  # it has other files
             parent.rmdir()
