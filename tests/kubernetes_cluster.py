@@ -431,8 +431,8 @@ class Pod:
 
     def oom(self, container: str = "") -> None:
         """Killed as by the kernel, whose memory limit the container met."""
-        run = self._run()
-        for one in run.containers:
+        self._process(container)
+        for one in self._run().containers:
             if one.process and container in ("", one.name):
                 one.process.killed_for_memory = True
         self.kill_process(container)
@@ -448,11 +448,17 @@ class Pod:
         return run
 
     def _process(self, container: str) -> int:
-        """The outer number of a container's first process."""
-        for one in self._run().containers:
-            if one.process and container in ("", one.name) and (pid := one.process.pid):
-                return pid
-        raise AssertionError(f"container {container!r} of pod {self.name} does not run")
+        """The outer number of a container's first process, once it runs: a pod is Running a moment before."""
+        pids: list[int] = []
+
+        def runs() -> bool:
+            for one in self._run().containers:
+                if one.process and container in ("", one.name) and one.process.pid:
+                    pids.append(one.process.pid)
+            return bool(pids)
+
+        self.space.wait(runs, f"container {container!r} of pod {self.name} runs")
+        return pids[0]
 
 
 async def _call(act: Callable[[], None]) -> None:
