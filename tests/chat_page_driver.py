@@ -47,6 +47,10 @@ class Chat:
         """The buttons below questions and answers: copy, retry, edit, delete, choose, continue, shrink."""
         return self.page.locator(f"button[data-act={name}]")
 
+    def wait_over(self) -> None:
+        """Until the last event is over, and kept: the page is drawn a moment before."""
+        expect(self.page.locator("body.penstock-busy")).to_have_count(0)
+
     @property
     def leaf(self) -> dict[str, Any]:
         """The last turn of what is kept in this tab."""

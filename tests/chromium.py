@@ -32,7 +32,7 @@ int socket(int domain, int type, int protocol) {
 
 
 @contextlib.contextmanager
-def chromium(timeout_s: float = 10.0) -> Iterator[Browser]:
+def chromium(timeout_s: float = 30.0) -> Iterator[Browser]:
     """One browser; skips the test where there is no Chromium. `timeout_s`: of `expect`."""
     program = shutil.which("chromium")
     if program is None:

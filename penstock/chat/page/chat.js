@@ -4,7 +4,7 @@
 const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 const IMAGE_SIDE_MAX = 2048; // larger ones are made smaller: models see no more
 const TRIES_MAX = 5;
-const chat = { order: null, sent: null, editing: null, images: [], tries: 0, shown: null };
+const chat = { order: null, sent: null, waiting: null, editing: null, images: [], tries: 0, shown: null };
 
 const isAnswering = () => document.body.classList.contains("penstock-busy");
 const nTurns = () => Object.keys(page.conversation.turns).length;
@@ -84,6 +84,16 @@ document.addEventListener("submit", (event) => event.target.closest?.(".md") && 
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && chat.editing && !isAnswering()) cancelEdit();
 });
+
+// Gradio does not hear what is sent before an event is over, which is some time after the answer's last word. Such a
+// message goes when it is over, if it is still the same.
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.target !== drafts.box()) return;
+  if (!isAnswering() && !page.isLeaving) return;
+  event.preventDefault();
+  event.stopPropagation();
+  chat.waiting = event.target.value;
+}, true);
 
 // An overloaded server said when to come again: a countdown, then the question is asked again.
 setInterval(() => {
@@ -183,25 +193,28 @@ window.penstockChat = {
     return [window.penstock.current(), JSON.stringify(given), text, ...rest];
   },
   // An event is over, whatever became of it. What was refused before it was sent is still in the box, and comes back to it.
-  ended(isError) {
+  ended(isError, news) {
+    window.penstock.took(news); // the next question follows this answer
     document.body.classList.remove("penstock-busy");
-    const { sent } = chat;
-    chat.sent = null;
+    const { sent, waiting } = chat;
+    Object.assign(chat, { sent: null, waiting: null });
     const box = drafts.box();
     if (!sent || !box) return;
     const isEmpty = !sent.text.trim() && (sent.editing || !sent.images.length);
     const isRefused = isError && nTurns() === sent.nTurns;
     if (isEmpty || isRefused) Object.assign(chat, { images: sent.images, editing: sent.editing });
     else if (sent.editing?.draft && !box.value) fill(sent.editing.draft);
+    else if (waiting?.trim() && box.value === waiting && !isError) press("penstock-send");
     drawAbove();
   },
   // Another conversation is drawn; an answer that still arrives is left.
-  async shown() {
+  async shown(_conversation, ...rest) {
     await window.penstock.ready;
     document.body.classList.remove("penstock-busy");
+    chat.waiting = null;
     if (chat.shown !== page.conversation.id) Object.assign(chat, { shown: page.conversation.id, editing: null });
     drawAbove();
     pin();
-    return [window.penstock.current()];
+    return [window.penstock.current(), ...rest];
   },
 };

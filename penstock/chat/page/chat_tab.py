@@ -68,7 +68,8 @@ class ChatTab:
             show_progress="hidden", concurrency_limit=None, trigger_mode="once", api_visibility="private",
         )  # fmt: skip
         for over, is_error in ((answering.then, "false"), (answering.failure, "true")):  # one of them is heard
-            over(None, None, None, js=f"() => window.penstockChat.ended({is_error})", api_visibility="private")
+            js = f"(news) => window.penstockChat.ended({is_error}, news)"
+            over(None, self.news, None, js=js, api_visibility="private")
         self.news.change(
             None, self.news, None, js="(news) => window.penstock.took(news)", show_progress="hidden",
             api_visibility="private",
@@ -76,8 +77,8 @@ class ChatTab:
         self.stop.click(self._stop, queue=False, show_progress="hidden", api_visibility="private")
         for event, cancels in ((self.show.click, [answering]), (blocks.load, None)):
             event(
-                self._show, self.given, [self.bot, *self._panel.components],
-                js="() => window.penstockChat.shown()",
+                self._show, [self.given, *self._panel.components], [self.bot, *self._panel.components],
+                js="(...given) => window.penstockChat.shown(...given)",
                 show_progress="hidden", queue=False, cancels=cancels, api_visibility="private",
             )  # fmt: skip
         self.bot.example_select(_example, None, self.message, queue=False, api_visibility="private")
@@ -112,11 +113,13 @@ class ChatTab:
     async def _stop(self, request: gradio.Request) -> None:
         self._button.press(request)
 
-    async def _show(self, request: gradio.Request, given: str) -> list[Any]:
+    async def _show(self, request: gradio.Request, given: str, *values: Any) -> list[Any]:
         with _told():
             conversation = self._read(given)
-        values = await self._panel.values(request, conversation.settings)
-        return [_boxes(conversation_boxes(conversation)), *values]
+        return [
+            _boxes(conversation_boxes(conversation)),
+            *await self._panel.changes(request, conversation.settings, [*values]),
+        ]
 
     def _read(self, given: str) -> Conversation:
         (conversation,) = files.from_json(given)

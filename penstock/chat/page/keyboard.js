@@ -49,7 +49,11 @@ document.addEventListener("keydown", (event) => {
   run();
 }, true);
 
+function press(id) {
+  const node = byId(id);
+  (node.matches("button") ? node : node.querySelector("button"))?.click();
+}
+
 function stopAnswer() {
-  const stop = byId("penstock-stop");
-  (stop.matches("button") ? stop : stop.querySelector("button"))?.click();
+  press("penstock-stop");
 }

@@ -12,8 +12,10 @@
 const store = new Store();
 const tabs = "BroadcastChannel" in window ? new BroadcastChannel("penstock") : { postMessage() {} };
 // `others`: turns that another tab added to this conversation while the server works on it without knowing them.
-const page = { conversation: null, heard: new Set(), isFull: false, others: {} };
+// `saving`: the end of the last write. `taken`: the last news that was taken.
+const page = { conversation: null, heard: new Set(), isFull: false, others: {}, saving: null, taken: "" };
 const byId = (id) => document.getElementById(id);
+const LEAVE_MS = 5_000; // an event that never ends does not keep anybody from the login
 
 function el(tag, attributes, ...children) {
   const node = document.createElement(tag);
@@ -93,6 +95,8 @@ async function save(conversation) {
 }
 
 async function took(given) {
+  if (given && given === page.taken) return; // heard twice: by the change of its box, and at the event's end
+  page.taken = given;
   let news = typeof given === "string" ? (given ? JSON.parse(given) : null) : given;
   if (!news?.id) return;
   if (news.turn) {
@@ -109,8 +113,27 @@ async function took(given) {
     drafts.sync();
     keep(localStorage, "penstock.settings", JSON.stringify(news.settings ?? {}));
   }
-  save(news);
+  page.saving = save(news);
 }
+
+// To the login, when what was sent and typed is kept: it is there again afterwards.
+async function leave() {
+  if (page.isLeaving) return;
+  page.isLeaving = true;
+  for (const began = Date.now(); isBusy() && Date.now() - began < LEAVE_MS; )
+    await new Promise((resolve) => setTimeout(resolve, 50));
+  drafts.sync();
+  await page.saving;
+  location.assign(new URL("login", document.baseURI));
+}
+
+// Gradio throws the answer to an event that the session has no right to.
+addEventListener("unhandledrejection", (event) => {
+  if (event.reason?.status !== 401) return;
+  event.preventDefault();
+  document.body.classList.remove("penstock-busy");
+  leave();
+});
 
 // An answer that arrives is stopped, and what there is of it kept, before another conversation takes its place.
 async function settle() {

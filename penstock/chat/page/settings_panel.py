@@ -23,7 +23,7 @@ _NUMBERS = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
 class Panel:
-    """Makes the components where it is called. `values` and `settings` go from one to the other."""
+    """Makes the components where it is called. `changes` and `settings` go from one to the other."""
 
     def __init__(self, config: PageConfig, upstream: Upstream) -> None:
         self._config, self._upstream = config, upstream
@@ -96,8 +96,12 @@ class Panel:
         """Of a new conversation."""
         return Settings(model=self._config.model, system=self._config.system, has_system=self._config.has_system)
 
-    async def values(self, request: gradio.Request, settings: Settings) -> list[Any]:
-        """What the components show."""
+    async def changes(self, request: gradio.Request, settings: Settings, shown: list[Any]) -> list[Any]:
+        """What the components, which show `shown`, are to show. One that shows it is left alone: an update would undo
+        what is typed there meanwhile."""
+        return [_unless(old, new) for old, new in zip(shown, await self._values(request, settings), strict=True)]
+
+    async def _values(self, request: gradio.Request, settings: Settings) -> list[Any]:
         cards: tuple[ModelCard, ...] = ()
         with contextlib.suppress(TimeoutError):
             cards = await asyncio.wait_for(self._cards(request), _LIST_S)
@@ -128,6 +132,12 @@ class Panel:
         for problem in parameters.problems(settings):
             raise UserError(problem.message, hint=problem.hint)
         return settings
+
+
+def _unless(old: Any, new: Any) -> Any:
+    if isinstance(new, dict):  # an update of more than the value
+        return {name: part for name, part in new.items() if name != "value" or part != old}
+    return gradio.skip() if new == old else new
 
 
 def _label(card: ModelCard) -> str:

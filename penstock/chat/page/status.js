@@ -26,7 +26,7 @@ function chipOf(row) {
 async function readStatus() {
   try {
     const answer = await fetch(new URL("status", document.baseURI), { headers: { accept: "application/json" } });
-    if (answer.status === 401) return location.assign(new URL("login", document.baseURI));
+    if (answer.status === 401) return leave();
     const facts = await answer.json();
     if (facts.state === "offline") return { kind: "bad", word: "offline", text: "offline", reason: facts.reason };
     state.rows = facts.models ?? [];

@@ -24,6 +24,7 @@ from penstock.errors import PenstockError
 from penstock.spec.gateway import Price
 
 _KEPT_EACH_S = 2.0
+_LOGOUT_S = 5.0  # a page that is logged out at once may not have opened the stream that tells it why
 Update = tuple[list[Shown], Conversation | Turn | None]
 
 
@@ -75,7 +76,7 @@ class Chat:
     ) -> Failure:
         failure = failure_of(error, has_text=bool(growing.n_chars))
         if failure.kind == "key":
-            visitor.refuse(failure.text)
+            asyncio.get_running_loop().call_later(_LOGOUT_S, visitor.refuse, failure.text)
         if not needs_count(failure):
             return failure
         settings = conversation.settings
