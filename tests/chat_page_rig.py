@@ -33,8 +33,8 @@ from penstock.hardware.network import free_port
 from penstock.spec.gateway import Price
 
 MODEL = "demo"
-START_S = 60.0  # importing Gradio takes 5 seconds of CPU
-SOON_S = 10.0
+START_S = 90.0  # importing Gradio takes 5 seconds of CPU
+SOON_S = 30.0
 PRICE = Price(input=1.0, output=2.0, cached=0.5)
 
 Result = TypeVar("Result")

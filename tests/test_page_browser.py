@@ -66,7 +66,8 @@ def open_page(browser: Browser) -> Iterator[Open]:
     yield open_page
     for context in contexts:
         context.close()
-    assert complaints == []
+    # Of a page that asks its server again, which has ended before the page was closed.
+    assert [text for text in complaints if "ERR_CONNECTION_REFUSED" not in text] == []
     assert hosts <= origins
 
 
