@@ -269,7 +269,8 @@ def rendered(shell: Shell, *words: str) -> Any:
 def test_a_dry_run_as_json_is_one_object(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for verb in (["render"], ["up", "--dry-run"]):
         facts = rendered(shell, *verb, "--port", "0", "--engine", "vllm", "--name", "x", "--replicas", "2")
-        assert facts["deployment"]["replicas"] == {"min": 2, "max": 2, "metric": "waiting", "target": 10.0}
+        asked = facts["deployment"]["replicas"]
+        assert (asked["min"], asked["max"], asked["metric"], asked["target"]) == (2, 2, "slo", None)
         assert (facts["plan"]["engine"], facts["plan"]["deployment"]) == ("vllm", "x")
         assert facts["plan"]["model"]["form"] == "safetensors"
     for suffix in (".yaml", ".yml", ".txt"):

@@ -95,13 +95,54 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tpot_ms: float | None = None
 
 
+class ScalingPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """At most this change of the number of replicas in a period: so many (`Pods`), or a share of them (`Percent`)."""
+
+    type: Literal["Pods", "Percent"]
+    value: int
+    period_seconds: int = 60
+
+
+class ScalingRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """HPA v2's `behavior.scaleUp` or `scaleDown`, in snake case.
+
+    Up, the smallest number wanted within `stabilization_window_seconds` counts; down, the largest. Absent, the window
+    is adapted to the start time and to the load. `select_policy`: which of `policies` counts, the one that allows most
+    (Max) or least (Min); Disabled: no change in this direction.
+    """
+
+    stabilization_window_seconds: int | None = None
+    policies: tuple[ScalingPolicy, ...] = ()
+    select_policy: Literal["Max", "Min", "Disabled"] = "Max"
+
+
+class ScheduledMin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """At least `min` replicas on these days of the week (none: every day) in these hours of `time_zone`. Hours past
+    midnight (`22:00-06:00`) belong to the day on which they begin. Replicas start early enough to be ready then."""
+
+    min: int
+    hours: str = "00:00-24:00"
+    days: tuple[Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"], ...] = ()
+    time_zone: str = "UTC"
+
+
 class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How many engines. A bare number in the file means min = max = that number."""
+    """How many engines. A bare number in the file means min = max = that number.
+
+    `metric`: what the number follows. slo: as many as `workload.ttft_ms` needs at the load to come; waiting, in_flight
+    (requests), kv (share of the cache in use), rate (requests a second): the sum over all replicas divided by `target`,
+    absent 10, 64, 0.8; rate has no default. `up`, `down`: limits of changes. `idle_s`: with `min: 0` the last replica
+    ends after that time without a request, at the earliest after three start times.
+    """
 
     min: int = 1
     max: int = 1
-    metric: Literal["waiting"] = "waiting"
-    target: float = 10.0
+    metric: Literal["slo", "waiting", "in_flight", "kv", "rate"] = "slo"
+    target: float | None = None
+    up: ScalingRules | None = None
+    down: ScalingRules | None = None
+    idle_s: float = 900.0
+    schedule: tuple[ScheduledMin, ...] = ()
 
 
 class GatewaySpec(GatewaySettings, frozen=True, forbid_unknown_fields=True):

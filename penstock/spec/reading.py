@@ -20,6 +20,7 @@ from penstock.errors import Problem, SpecError, UserError, nearest
 from penstock.spec.blocks import SHARED, UNTYPED
 from penstock.spec.deployment import DEMO_MODEL, TARGETS, Deployment, Observe, default_name, is_legal_name
 from penstock.spec.gateway import is_loopback, setting_problems
+from penstock.spec.scaling import replicas_rules
 from penstock.text import bare_flag
 
 
@@ -313,6 +314,7 @@ _AT_LEAST: dict[str, float] = {
     "workload.concurrency": 1,
     "replicas.min": 0,
     "replicas.max": 1,
+    "replicas.idle_s": 0,
     "gateway.port": 0,
     "gateway.ledger_days": 1,
     "gateway.price.input": 0,
@@ -357,10 +359,7 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
         yield Problem("hardware.price_file", "is given next to hardware.price_per_gpu_hour", "keep one of them")
     if deployment.hardware.subnet is not None and not _is_network(deployment.hardware.subnet):
         yield Problem("hardware.network", f'"{deployment.hardware.subnet}" is not a network', "example: 10.9.0.0/16")
-    if deployment.replicas.min > deployment.replicas.max:
-        yield Problem("replicas", f"min {deployment.replicas.min} is above max {deployment.replicas.max}")
-    if deployment.replicas.target <= 0:
-        yield Problem("replicas.target", f"{deployment.replicas.target:g} is not above 0")
+    yield from replicas_rules(deployment.replicas)
     if not re.fullmatch(r"[a-z0-9_]+", deployment.engine.load):
         yield Problem("engine.load", f'"{deployment.engine.load}" is not a load format', "example: runai_streamer")
     if deployment.engine.load != "auto" and any(bare_flag(key) == "load-format" for key in deployment.engine.args):

@@ -1,0 +1,87 @@
+"""The rules of the block `replicas`, and its schedule as numbers."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import zoneinfo
+from collections.abc import Iterator, Sequence
+
+from penstock.errors import Problem
+from penstock.spec.deployment import Replicas, ScalingRules, ScheduledMin
+
+_HOURS = re.compile(r"([01]?\d|2[0-4]):([0-5]\d)-([01]?\d|2[0-4]):([0-5]\d)\Z")
+_DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+_MINUTES_A_DAY = 24 * 60
+
+
+def replicas_rules(replicas: Replicas) -> Iterator[Problem]:
+    if replicas.min > replicas.max:
+        yield Problem("replicas", f"min {replicas.min} is above max {replicas.max}")
+    if replicas.target is not None and replicas.target <= 0:
+        yield Problem("replicas.target", f"{replicas.target:g} is not above 0")
+    elif replicas.target is not None and replicas.metric == "slo":
+        yield Problem("replicas.target", "given, but metric is slo", "set workload.ttft_ms, or another metric")
+    elif replicas.target is not None and replicas.metric == "kv" and replicas.target > 1:
+        yield Problem("replicas.target", f"{replicas.target:g} is not a share of the cache", "example: 0.8")
+    if replicas.target is None and replicas.metric == "rate":
+        yield Problem("replicas.target", "is missing", "how many requests a second one replica is for")
+    for name, rules in (("up", replicas.up), ("down", replicas.down)):
+        if rules is not None:
+            yield from _change_rules(f"replicas.{name}", rules)
+    for index, floor in enumerate(replicas.schedule):
+        yield from _schedule_rules(f"replicas.schedule[{index}]", floor, replicas.max)
+
+
+def _change_rules(path: str, rules: ScalingRules) -> Iterator[Problem]:
+    window = rules.stabilization_window_seconds
+    if window is not None and not 0 <= window <= 3600:  # HPA's bounds
+        yield Problem(f"{path}.stabilization_window_seconds", f"{window} is not from 0 to 3600")
+    for index, policy in enumerate(rules.policies):
+        if policy.value < 1:
+            yield Problem(f"{path}.policies[{index}].value", f"{policy.value} is below 1")
+        if not 1 <= policy.period_seconds <= 1800:
+            yield Problem(f"{path}.policies[{index}].period_seconds", f"{policy.period_seconds} is not from 1 to 1800")
+
+
+def _schedule_rules(path: str, floor: ScheduledMin, most: int) -> Iterator[Problem]:
+    if not 0 <= floor.min <= most:
+        yield Problem(f"{path}.min", f"{floor.min} is not from 0 to replicas.max, {most}")
+    begin_end = _minutes(floor.hours)
+    if begin_end is None or begin_end[0] == begin_end[1]:
+        yield Problem(f"{path}.hours", f'"{floor.hours}" is no time of day', "example: 08:00-18:00")
+    try:
+        zoneinfo.ZoneInfo(floor.time_zone)
+    except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
+        yield Problem(f"{path}.time_zone", f'"{floor.time_zone}" is no time zone', "example: Europe/Berlin")
+
+
+def scheduled_min(schedule: Sequence[ScheduledMin], begin: float, end: float) -> int:
+    """The largest scheduled minimum at any minute from `begin` to `end`, seconds since 1970; 0 without one."""
+    moments = [*(begin + 60.0 * step for step in range(int((end - begin) // 60) + 1)), end] if schedule else []
+    return max((floor.min for floor in schedule for moment in moments if _holds(floor, moment)), default=0)
+
+
+def _holds(floor: ScheduledMin, moment: float) -> bool:
+    first, last = _minutes(floor.hours) or (0, _MINUTES_A_DAY)
+    try:
+        local = datetime.datetime.fromtimestamp(moment, zoneinfo.ZoneInfo(floor.time_zone))
+    except (ValueError, OverflowError, OSError):
+        return False
+    minute, today = local.hour * 60 + local.minute, local.weekday()
+    if first < last:
+        return first <= minute < last and _is_day(floor, today)
+    return (minute >= first and _is_day(floor, today)) or (minute < last and _is_day(floor, (today - 1) % 7))
+
+
+def _is_day(floor: ScheduledMin, weekday: int) -> bool:
+    return not floor.days or _DAYS[weekday] in floor.days
+
+
+def _minutes(hours: str) -> tuple[int, int] | None:
+    """ "08:00-18:30" -> (480, 1110)."""
+    match = _HOURS.match(hours.replace(" ", ""))
+    if match is None:
+        return None
+    first, last = (int(match[n]) * 60 + int(match[n + 1]) for n in (1, 3))
+    return (first, last) if max(first, last) <= _MINUTES_A_DAY else None
