@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.chat.page import plain_answer
+from penstock.chat.page import plain_answer, sessions
 from penstock.chat.page.pacing import StopButton
 from penstock.chat.page.plain_answer import PlainAnswer, grow, together
 from penstock.chat.page.sessions import Visitor
@@ -63,7 +63,9 @@ def grown(
     )
 
     async def read() -> list[PlainAnswer]:
-        return [answer async for answer in grow(Source(*pieces).stream(), price, request)]
+        answers = [answer async for answer in grow(Source(*pieces).stream(), price, request)]
+        await asyncio.sleep(0.01)  # of a session that ends soon
+        return answers
 
     return asyncio.run(read())
 
@@ -97,7 +99,8 @@ def test_what_was_said_before_a_failure_stays_and_hostile_words_are_text() -> No
     assert "broke off" in last.below and "<script>" not in last.below
 
 
-def test_a_refused_key_ends_the_session() -> None:
+def test_a_refused_key_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "_LOGOUT_S", 0.0)
     refused: list[str] = []
     last = grown(HttpError("no", 401), refused=refused)[-1]
     assert len(refused) == 1 and "key" in last.below

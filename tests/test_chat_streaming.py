@@ -10,7 +10,7 @@ import pytest
 
 from penstock.chat import conversation as tree
 from penstock.chat.conversation import Conversation, Turn
-from penstock.chat.page import streaming
+from penstock.chat.page import sessions, streaming
 from penstock.chat.page.sessions import Visitor
 from penstock.chat.page.streaming import Chat
 from penstock.chat.settings import Settings
@@ -28,6 +28,7 @@ REPLY = Reply("Good", "stop", 18, 2, 0.21, 1.5, 46.0, "a-0", "r", cached_tokens=
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "pause_s", lambda *_: 0.001)
+    monkeypatch.setattr(sessions, "_LOGOUT_S", 0.0)
 
 
 class FakeUpstream:
@@ -63,6 +64,7 @@ def answer(upstream: FakeUpstream, turn_id: str = "q", stops: bool = False) -> T
             kept.append(news)
             if stops and chat.n_streams:
                 stop.set()
+        await asyncio.sleep(0.01)  # of a session that ends soon
         assert isinstance(kept[-1], Conversation) and not chat.n_streams
         return tree.path(kept[-1])[-1]
 

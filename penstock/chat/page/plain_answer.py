@@ -59,7 +59,7 @@ async def grow(
     except PenstockError as error:
         failure = failures.failure_of(error, has_text=any(texts))
         if failure.kind == "key":
-            visitor(request).refuse(failure.text)
+            visitor(request).refuse_soon(failure.text)
         yield PlainAnswer("".join(texts), f'<div class="penstock-error" role="alert">{escape(failure.text)}</div>')
 
 

@@ -6,6 +6,7 @@ out and a copy of the file opens no session by itself.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 import stat
@@ -21,6 +22,7 @@ from penstock.paths import write_atomically
 
 KEPT_S = 30 * 86400.0
 _MOST = 2000  # then the oldest of the key that has most ends, so that nobody can end another's
+_LOGOUT_S = 5.0  # a page that is logged out at once may not have opened the stream that tells it why
 _RENEW_S = 86400.0  # how often the time of a session in use is written
 
 
@@ -34,6 +36,10 @@ class Visitor:
     session: str | None
     key: str | None
     refuse: Callable[[str], None]
+
+    def refuse_soon(self, reason: str) -> None:
+        """For an event of the page, which is to hear its end before."""
+        asyncio.get_running_loop().call_later(_LOGOUT_S, self.refuse, reason)
 
 
 def visitor(request: Any) -> Visitor:

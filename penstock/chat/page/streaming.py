@@ -24,7 +24,6 @@ from penstock.errors import PenstockError
 from penstock.spec.gateway import Price
 
 _KEPT_EACH_S = 2.0
-_LOGOUT_S = 5.0  # a page that is logged out at once may not have opened the stream that tells it why
 Update = tuple[list[Shown], Conversation | Turn | None]
 
 
@@ -76,7 +75,7 @@ class Chat:
     ) -> Failure:
         failure = failure_of(error, has_text=bool(growing.n_chars))
         if failure.kind == "key":
-            asyncio.get_running_loop().call_later(_LOGOUT_S, visitor.refuse, failure.text)
+            visitor.refuse_soon(failure.text)
         if not needs_count(failure):
             return failure
         settings = conversation.settings
