@@ -76,7 +76,7 @@ FORBIDDEN = re.compile(
 NO_MESSAGES = ("penstock/testing/", "penstock/bench/datasets/tokenizers.py")
 # Plain words that module names may use beyond the glossary.
 PLAIN = """
-access addresses admin agent amx announcer answering api archive arguments arrivals
+access addresses admin agent amx announcer answering api archive arguments arrivals autoscale
 blocks board boards body bootstrap bundle
 calibrate calibration capacity catalog changes checks child choice collectives compare compiled completion config
 conformance connections conversation cost cpu
@@ -96,7 +96,7 @@ progress prometheus promql proxied published public
 queries queue quota
 ranges rate reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses
 retries rights rope routes rules
-scale scheduling schema screen script server service services sessions settings setup shared site snapshot snippet
+scale scaling scheduling schema screen script server service services sessions settings setup shared site snapshot snippet
 solve source sse startup
 static statistics stats status stop store strategic structs supervisor svg sweep sync synthetic
 tab terminal theme timestamps top topology totals traffic tunnel tunnels
