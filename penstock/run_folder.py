@@ -110,11 +110,19 @@ class Handle(msgspec.Struct, frozen=True):
         return {unit_of(key).name: facts for key, facts in self.units.items() if unit_of(key).kind == "replica"}
 
 
+class Order(msgspec.Struct, frozen=True):
+    """What all replicas shall do once, from the user, at that time (Unix seconds)."""
+
+    word: Literal["sleep", "wake"]
+    at: float
+
+
 class Desired(msgspec.Struct, frozen=True):
     """desired.json: what the user last asked for."""
 
     state: Literal["up", "down"]
     replicas: int
+    order: Order | None = None
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -581,3 +589,8 @@ class Launch(msgspec.Struct, frozen=True):
     lease_s: float = 6.0
     listen: Listen = "loopback"
     announce_file: str | None = None
+
+    @property
+    def engines_need_key(self) -> bool:
+        """Those that others reach, and those that sleep: the routes for it run any method of the engine."""
+        return self.listen == "network" or self.plan.sleep is not None

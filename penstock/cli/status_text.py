@@ -168,6 +168,8 @@ def status_text(run: Run, state: State, now: float) -> str:
         *_kv_cache_facts(plan, state),
     ]
     lines = [f"{run.name} is {state.phase}" + (f": {state.reason}" if state.reason else "")]
+    if state.phase == "ready" and _sleeps(state):
+        lines = [f"{run.name} sleeps; a request wakes it, or: {command_name()} wake {run.name}"]
     if state.phase == "ready" and not state.desired_replicas:
         lines = [f"{run.name} has no replica; start one: {command_name()} scale {run.name} 1"]
     lines += [table(facts, indent=2), ""]
@@ -187,6 +189,11 @@ def status_text(run: Run, state: State, now: float) -> str:
     if state.controller.state == "gone" and state.phase not in ("down", "failed", "stopping"):
         lines += ["", f"the controller is gone: nothing is restarted until `{command_name()} up` starts it again"]
     return "\n".join(lines)
+
+
+def _sleeps(state: State) -> bool:
+    states = {replica.state for replica in state.replicas}
+    return "sleeping" in states and states <= {"sleeping", "failed"}
 
 
 def _kv_cache_facts(plan: Plan, state: State) -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ from penstock.planner import Plan
 from penstock.planner.memory.measured import Difference, difference
 from penstock.run_folder import Desired, Part, Phase, ReplicaStatus, Run, State, Unit, order
 from penstock.targets import Placement
-from penstock.wire.announcement import Announcement, EngineLoad, GatewayView, ReplicaView, Restart
+from penstock.wire.announcement import SERVING, Announcement, EngineLoad, GatewayView, ReplicaView, Restart
 from penstock.wire.client import Client
 from penstock.wire.gateways import ask_each, clients, joined
 
@@ -207,7 +207,7 @@ def _replica_state(
     why = announcement.reason if announcement is not None else None
     heard = announcement.state if announcement is not None and row is not None and row.is_alive else None
     if placement.state == "broken":  # its first node may be alive, and says more
-        return heard if heard and heard != "ready" else "broken", why
+        return heard if heard and heard not in SERVING else "broken", why
     if placement.state != "placed":
         return placement.state, why
     if row is not None and is_silent(row, placement, now):
@@ -225,7 +225,7 @@ def _is_old(row: ReplicaStatus, now: float) -> bool:
 def _phase(desired: Desired, replicas: list[ReplicaStatus], seen: Observation, has_been_ready: bool) -> Phase:
     if desired.state == "down":
         return "stopping" if replicas or seen.gateway.state == "running" else "down"
-    n_ready = sum(replica.state == "ready" for replica in replicas)
+    n_ready = sum(replica.state in SERVING for replica in replicas)
     if n_ready >= desired.replicas and seen.view is not None:
         return "ready"
     if any(replica.state == "failed" for replica in replicas):

@@ -8,6 +8,7 @@ from penstock.deployment.start import OnState, revive, watch
 from penstock.errors import PenstockError, UserError
 from penstock.planner import launch
 from penstock.run_folder import Desired, Run, State
+from penstock.wire.announcement import SERVING
 
 
 def scale(run: Run, n_replicas: int) -> None:
@@ -39,5 +40,5 @@ def wait_scaled(run: Run, n_replicas: int, on_state: OnState, timeout_s: float |
 
 
 def is_scaled(state: State, n_replicas: int) -> bool:
-    settled = len(state.replicas) == n_replicas and all(r.state in ("ready", "failed") for r in state.replicas)
+    settled = len(state.replicas) == n_replicas and all(r.state in (*SERVING, "failed") for r in state.replicas)
     return settled and state.desired_replicas == n_replicas

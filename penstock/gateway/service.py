@@ -125,6 +125,7 @@ class Gateway:
             store.keep_days = config.ledger_days
         before = slot.before if slot else None
         self._reporter = Reporter(self._context, self.accounting, NewsBoard(config), before)
+        self._context.tell_workers = self._reporter.relay
         if slot is None or slot.index == 0:
             self._gpu_time = self._reporter.gpu_time = GpuTimeKeeper(config, replicas, self.accounting.ledger)
         self._live = LiveFeed(config, self._reporter)

@@ -82,6 +82,7 @@ class Controller:
         self._written: tuple[float, State] | None = None
         self._news = NewsPoster(run)
         self._noted = noted_of(last)
+        self._passed_on = run.desired().order if last is not None else None  # by the controller before this one
         self._children: list[Child] = []
         self._prometheus: Prometheus | None = None
         is_placed, has_folder = own is not None, own is None or self.target.shares_files
@@ -112,6 +113,7 @@ class Controller:
         self._note_failures(seen)
         self._note_repairs(seen)
         self._keep_measured(seen)
+        self._pass_on(desired, seen)
         decision = self._act(desired, seen)
         self._note_refusal()
         self._note_children(seen)
@@ -235,6 +237,13 @@ class Controller:
                 continue
             if path is not None:
                 self.run.add_event("measured values kept", str(path), replica=announcement.replica)
+
+    def _pass_on(self, desired: Desired, seen: Observation) -> None:
+        """What all replicas shall do once goes to the gateways, whose answers to announcements order it."""
+        if desired.order is None or desired.order == self._passed_on or seen.view is None:
+            return
+        self._passed_on = desired.order
+        self._post_each(f"/admin/{desired.order.word}", [row.announcement.replica for row in seen.view.replicas])
 
     # ---- acting ------------------------------------------------------------------------------------------------------
 
