@@ -100,7 +100,8 @@ class _Handler(BaseHTTPRequestHandler):
                 if wanted:  # the header of a file of weights, for a plan, or the rest of a file
                     hub.ranges.append((name, int(wanted[1])))
                     last = int(wanted[2]) if wanted[2] else len(body) - 1
-                    return self._send(206, body[int(wanted[1]) : last + 1], headers)
+                    headers["Content-Range"] = f"bytes {int(wanted[1])}-{last}/{len(body)}"
+                    return self._send(206, body[int(wanted[1]) : last + 1], headers, hub.cut.get(name))
                 if self.command == "GET" and name.endswith(".safetensors"):
                     hub.is_open.wait(60)
                 return self._send(200, body, headers, hub.cut.get(name))
