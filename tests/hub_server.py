@@ -35,8 +35,8 @@ def lfs(name: str, body: bytes) -> dict[str, dict[str, Any]]:
 class HubServer(ThreadingHTTPServer):
     """One repository, `files` by name. `asked`: methods and paths; `ranges`: names and first bytes of ranges.
 
-    `cut`: a file of which only the first so many bytes come. `is_open`: until it is set, whole files of weights wait. `token`:
-    without it nothing is told.
+    `cut`: a file of which only the first so many bytes come. `is_open`: until it is set, whole files of weights wait.
+    `token`: without it nothing is told.
     """
 
     daemon_threads = True
