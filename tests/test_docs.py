@@ -84,7 +84,7 @@ dashboard decide dense detached detect doctor driver
 elsewhere ending entry errors estimate event examine exchanges explain export expressions
 facts failures fake fetch fields figures fit flags folder footers forwarding
 google grafana guard
-health history host html http1 hub hybrid
+health history host html http http1 hub hybrid
 init inputs install instances
 kept kernel key
 leader leftovers levers library lifecycle limits lines link listener live liveness local lock locks login loop
