@@ -10,6 +10,8 @@
       gateway/                     only where the target places the gateway: address.json says where it is
       handle.json                  what the target needs to find its work again
       desired.json state.json      what should be, and what the controller last saw
+      scaling.json samples.jsonl   only where the number of replicas follows the load: what the autoscaler remembers,
+                                   and what it saw, one JSON a second
       events.jsonl logs/           what happened, one JSON a line; the output of every part
 
 A folder appears whole, by one rename. Every file is replaced by rename, so a reader never sees half of one.
@@ -111,10 +113,25 @@ class Handle(msgspec.Struct, frozen=True):
 
 
 class Desired(msgspec.Struct, frozen=True):
-    """desired.json: what the user last asked for."""
+    """desired.json: what the user last asked for. Where the number follows the load, `replicas` counts only while it
+    `is_pinned`."""
 
     state: Literal["up", "down"]
     replicas: int
+    is_pinned: bool = False
+
+
+class Scaling(msgspec.Struct, frozen=True):
+    """The autoscaler's last word: how many `replicas`, of `least` to `most`, and why. `ready_at`: when the next of them
+    is expected to be ready (Unix seconds), None while none starts. `failure`: why the last start failed."""
+
+    replicas: int
+    least: int
+    most: int
+    reason: str = ""
+    is_pinned: bool = False
+    ready_at: float | None = None
+    failure: str | None = None
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -168,6 +185,7 @@ class State(msgspec.Struct, frozen=True):
     reason: str | None = None
     prometheus: Part | None = None
     ui: Part | None = None
+    scaling: Scaling | None = None
 
 
 class Run:
@@ -188,6 +206,7 @@ class Run:
         self.gateway_folder = path / "gateway"  # only where the target places the gateway, which may then move
         self.gateway_address_file = self.gateway_folder / "address.json"
         self.prometheus_folder = path / "prometheus"  # its configuration and its data, with `observe.prometheus`
+        self.scaling_file, self.samples_file = path / "scaling.json", path / "samples.jsonl"
         self.ui_config, self.ui_folder = path / "ui.json", path / "ui"  # with `ui`
 
     def places(self, kind: Kind) -> bool:
@@ -477,7 +496,7 @@ def _fill(run: Run, draft: Draft, now: float) -> None:
         write_atomically(run.artifact_path / name, text.encode())
     config = msgspec.json.format(msgspec.json.encode(draft.gateway), indent=2)
     write_atomically(run.gateway_config, config, mode=0o600)
-    run.write_desired(Desired("up", deployment.replicas.min))
+    run.write_desired(Desired("up", deployment.replicas.first))
     run.write_handle(Handle(deployment.target))
     run.events_file.touch()
 
