@@ -84,7 +84,7 @@ dashboard decide dense detached detect doctor driver
 elsewhere ending entry errors estimate event examine exchanges explain export expressions
 facts failures fake fetch fields figures fit flags folder footers forwarding
 google grafana guard
-health history host html http1 hub hybrid
+health history host html http http1 hub hybrid
 init inputs install instances
 kept kernel key
 leader leftovers levers library lifecycle limits lines link listener live liveness local lock locks login loop
@@ -96,8 +96,8 @@ progress prometheus promql proxied published public
 queries queue quota
 ranges rate reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses
 retries rights rope routes rules
-scale scaling scheduling schema screen script server service services sessions settings setup shared site snapshot snippet
-solve source sse startup
+scale scaling scheduling schema screen script server service services sessions settings setup shared site snapshot
+snippet solve source sse startup
 static statistics stats status stop store strategic structs supervisor svg sweep sync synthetic
 tab terminal theme timestamps top topology totals traffic tunnel tunnels
 ui unit upstream upstreams
