@@ -10,8 +10,7 @@
       gateway/                     only where the target places the gateway: address.json says where it is
       handle.json                  what the target needs to find its work again
       desired.json state.json      what should be, and what the controller last saw
-      scaling.json samples.jsonl   only where the number of replicas follows the load: what the autoscaler remembers,
-                                   and what it saw, one JSON a second
+      scaling.json samples.jsonl   what the autoscaler remembers, and what it saw, one JSON a second
       events.jsonl logs/           what happened, one JSON a line; the output of every part
 
 A folder appears whole, by one rename. Every file is replaced by rename, so a reader never sees half of one.
@@ -113,8 +112,7 @@ class Handle(msgspec.Struct, frozen=True):
 
 
 class Desired(msgspec.Struct, frozen=True):
-    """desired.json: what the user last asked for. Where the number follows the load, `replicas` counts only while it
-    `is_pinned`."""
+    """desired.json: what the user last asked for. Where the load decides, `replicas` counts while it `is_pinned`."""
 
     state: Literal["up", "down"]
     replicas: int
