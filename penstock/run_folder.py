@@ -41,6 +41,7 @@ from penstock.spec.deployment import Deployment, is_legal_name
 from penstock.text import KIB, MIB
 from penstock.wire.announcement import Announcement, GatewayAddress, Process, Restart, engine_key, scrape_key
 from penstock.wire.live import Event
+from penstock.wire.scaling import Scaling
 
 Phase = Literal["starting", "ready", "degraded", "failed", "stopping", "down"]
 Kind = Literal["replica", "gateway", "controller", "ui"]
@@ -111,25 +112,20 @@ class Handle(msgspec.Struct, frozen=True):
         return {unit_of(key).name: facts for key, facts in self.units.items() if unit_of(key).kind == "replica"}
 
 
+class Order(msgspec.Struct, frozen=True):
+    """What all replicas shall do once, from the user, at that time (Unix seconds)."""
+
+    word: Literal["sleep", "wake"]
+    at: float
+
+
 class Desired(msgspec.Struct, frozen=True):
     """desired.json: what the user last asked for. Where the load decides, `replicas` counts while it `is_pinned`."""
 
     state: Literal["up", "down"]
     replicas: int
+    order: Order | None = None
     is_pinned: bool = False
-
-
-class Scaling(msgspec.Struct, frozen=True):
-    """The autoscaler's last word: how many `replicas`, of `least` to `most`, and why. `ready_at`: when the next of them
-    is expected to be ready (Unix seconds), None while none starts. `failure`: why the last start failed."""
-
-    replicas: int
-    least: int
-    most: int
-    reason: str = ""
-    is_pinned: bool = False
-    ready_at: float | None = None
-    failure: str | None = None
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -151,11 +147,9 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
-    """One replica as last seen: its announcement, its placement, and what the gateway adds.
-
-    `restarts` joins the engine's (announced by the node) and the node's own (seen by the controller), newest last.
-    `starts_at` is a queue's estimate, `ends_at` when its machines are taken away (Unix seconds).
-    """
+    """One replica as last seen: its announcement, its placement, and what the gateway adds. `restarts` joins the engine's
+    (announced by the node) and the node's own (seen by the controller), newest last. `starts_at` is a queue's estimate,
+    `ends_at` when its machines are taken away (Unix seconds)."""
 
     replica: str
     state: str
@@ -598,3 +592,8 @@ class Launch(msgspec.Struct, frozen=True):
     lease_s: float = 6.0
     listen: Listen = "loopback"
     announce_file: str | None = None
+
+    @property
+    def engines_need_key(self) -> bool:
+        """Those that others reach, and those that sleep: the routes for it run any method of the engine."""
+        return self.listen == "network" or self.plan.sleep is not None

@@ -97,8 +97,8 @@ queries queue quota
 ranges rate reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses
 retries rights rope routes rules
 samples scale scaler scaling scheduling
-schema screen script server service services sessions settings setup shared site snapshot
-snippet solve source sse startup
+schema screen script server service services sessions settings setup shared site sleep
+sleeping snapshot snippet solve source sse startup
 static statistics stats status stop store strategic structs supervisor svg sweep sync synthetic
 tab terminal theme timestamps top topology totals traffic tunnel tunnels
 ui unit upstream upstreams

@@ -18,10 +18,11 @@ from penstock.cli.output import table
 from penstock.deployment import observe
 from penstock.hardware import Machine
 from penstock.planner import Device, Plan
-from penstock.run_folder import Part, ReplicaStatus, Run, Scaling, State
+from penstock.run_folder import Part, ReplicaStatus, Run, State
 from penstock.spec.blocks import SHARED
 from penstock.text import printable, show_bytes, show_seconds, show_usd
 from penstock.wire.announcement import Progress, Restart
+from penstock.wire.scaling import Scaling
 
 if TYPE_CHECKING:
     from penstock.deployment.preflight import Finding
@@ -169,6 +170,8 @@ def status_text(run: Run, state: State, now: float) -> str:
         *_kv_cache_facts(plan, state),
     ]
     lines = [f"{run.name} is {state.phase}" + (f": {state.reason}" if state.reason else "")]
+    if state.phase == "ready" and _sleeps(state):
+        lines = [f"{run.name} sleeps; a request wakes it, or: {command_name()} wake {run.name}"]
     if state.phase == "ready" and not state.desired_replicas and state.scaling and not state.scaling.is_pinned:
         lines = [f"{run.name} has no replica: the next request starts one"]
     elif state.phase == "ready" and not state.desired_replicas:
@@ -199,6 +202,11 @@ def scaling_words(scaling: Scaling) -> str:
     words = f"{scaling.replicas} of {scaling.least}..{scaling.most}"
     words += f": {scaling.reason}" if scaling.reason else ""
     return words + (f"; {scaling.failure}" if scaling.failure else "")
+
+
+def _sleeps(state: State) -> bool:
+    states = {replica.state for replica in state.replicas}
+    return "sleeping" in states and states <= {"sleeping", "failed"}
 
 
 def _kv_cache_facts(plan: Plan, state: State) -> list[tuple[str, str]]:

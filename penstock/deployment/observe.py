@@ -16,11 +16,12 @@ from penstock.gateway.accounting import store
 from penstock.gateway.accounting.usage_store import UsageStore
 from penstock.planner import Plan
 from penstock.planner.memory.measured import Difference, difference
-from penstock.run_folder import Desired, Part, Phase, ReplicaStatus, Run, Scaling, State, Unit, order
+from penstock.run_folder import Desired, Part, Phase, ReplicaStatus, Run, State, Unit, order
 from penstock.targets import Placement
-from penstock.wire.announcement import Announcement, EngineLoad, GatewayView, ReplicaView, Restart
+from penstock.wire.announcement import SERVING, Announcement, EngineLoad, GatewayView, ReplicaView, Restart
 from penstock.wire.client import Client
 from penstock.wire.gateways import ask_each, clients, joined
+from penstock.wire.scaling import Scaling
 
 _TIMEOUT_S = 2.0
 _FRESH_S = 5.0
@@ -213,7 +214,7 @@ def _replica_state(
     why = announcement.reason if announcement is not None else None
     heard = announcement.state if announcement is not None and row is not None and row.is_alive else None
     if placement.state == "broken":  # its first node may be alive, and says more
-        return heard if heard and heard != "ready" else "broken", why
+        return heard if heard and heard not in SERVING else "broken", why
     if placement.state != "placed":
         return placement.state, why
     if row is not None and is_silent(row, placement, now):
@@ -234,7 +235,7 @@ def _phase(
     """Where the number follows the load it is "ready" with the least: more are on their way. One that wakes starts."""
     if desired.state == "down":
         return "stopping" if replicas or seen.gateway.state == "running" else "down"
-    n_ready = sum(replica.state == "ready" for replica in replicas)
+    n_ready = sum(replica.state in SERVING for replica in replicas)
     n_least = desired.replicas
     if scaling is not None and not scaling.is_pinned:
         n_least = min(n_least, max(scaling.least, 1))

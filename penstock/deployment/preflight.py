@@ -17,6 +17,7 @@ from penstock.errors import Problem, SpecError, UserError
 from penstock.hardware import Gpu, Machine, catalog
 from penstock.observe import prometheus
 from penstock.paths import free_bytes, read_token
+from penstock.planner import Plan
 from penstock.spec.deployment import Deployment, GatewaySpec, Observe
 from penstock.spec.gateway import STDERR
 from penstock.targets import Target
@@ -35,6 +36,16 @@ def unsupported(deployment: Deployment, target: Target) -> list[Problem]:
         message = f'"{deployment.cache.weights}", but target {target.name} takes a folder'
         problems.append(Problem("cache.weights", message, "give the folder where models from a hub are kept"))
     return problems
+
+
+def refuse_sleepless(engine: Engine, plan: Plan) -> None:
+    """Raises UserError when the file lets an engine sleep that cannot."""
+    why = engine.why_sleepless(plan) if plan.sleep is not None else None
+    if why is not None:
+        raise UserError(
+            f'cannot let deployment "{plan.deployment}" sleep: {why}',
+            hint="Remove engine.sleep (docs/how-to/sleep.md).",
+        )
 
 
 def check_space(folder: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from penstock import run_folder, targets
 from penstock.deployment.events import asked_by
 from penstock.deployment.start import OnState, revive, watch
 from penstock.errors import PenstockError, UserError
 from penstock.planner import launch
-from penstock.run_folder import Desired, Run, State
+from penstock.run_folder import Run, State
 from penstock.spec.deployment import Deployment
 from penstock.targets import Target
+from penstock.wire.announcement import SERVING
 
 
 def scale(run: Run, n_replicas: int | None) -> None:
@@ -30,11 +33,11 @@ def scale(run: Run, n_replicas: int | None) -> None:
                     f'cannot scale deployment "{run.name}" by its load: its file asks for {deployment.replicas.min}',
                     hint="Set replicas.max above replicas.min in its file, and: penstock up --replace",
                 )
-            target.order(run, Desired("up", before))
+            target.order(run, msgspec.structs.replace(desired, replicas=before, is_pinned=False))
             run.add_event("scale", f"{before} -> auto: the load decides", who=asked_by())
         else:
             _check_room(run, target, deployment, n_replicas - before)
-            target.order(run, Desired("up", n_replicas, is_pinned=follows_load))
+            target.order(run, msgspec.structs.replace(desired, replicas=n_replicas, is_pinned=follows_load))
             pinned = ", pinned" if follows_load else ""
             run.add_event("scale", f"{before} -> {n_replicas} replicas{pinned}", who=asked_by())
         revive(run)
@@ -67,5 +70,5 @@ def wait_scaled(run: Run, n_replicas: int, on_state: OnState, timeout_s: float |
 
 
 def is_scaled(state: State, n_replicas: int) -> bool:
-    settled = len(state.replicas) == n_replicas and all(r.state in ("ready", "failed") for r in state.replicas)
+    settled = len(state.replicas) == n_replicas and all(r.state in (*SERVING, "failed") for r in state.replicas)
     return settled and state.desired_replicas == n_replicas

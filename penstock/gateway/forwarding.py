@@ -186,6 +186,8 @@ class Forwarding:
                 message, 429, "queue_full", outcome="queue_full", param="model", retry_after_s=RETRY_AFTER_S
             )
             return False
+        if context.queue.waiting_for(self._model) == 1:  # the first; once a second for all
+            context.wake_sleeper(self._model, began_at)
         wants_progress = facts.wants_progress
         comment_at = began_at + first_after_s(wants_progress) if facts.streams else deadline
         self._held_at = began_at

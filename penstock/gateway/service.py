@@ -127,6 +127,7 @@ class Gateway:
         self._reporter = Reporter(self._context, self.accounting, NewsBoard(config), before)
         self._reporter.gateway = via.decode()
         self._reporter.began_at = slot.began_at if slot is not None else time.monotonic()
+        self._context.tell_workers = self._reporter.relay
         if slot is None or slot.index == 0:
             self._gpu_time = self._reporter.gpu_time = GpuTimeKeeper(config, replicas, self.accounting.ledger)
         self._live = LiveFeed(config, self._reporter)

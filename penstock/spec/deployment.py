@@ -56,6 +56,18 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.tensor * self.pipeline * self.data
 
 
+class Sleep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The engine may sleep: its GPU memory is freed, its process stays, and the next request wakes it. vLLM on GPUs.
+
+    `after_s`: it falls asleep by itself after that time without a request; absent, on `penstock sleep` alone.
+    `level`: 1 keeps the weights in the machine's memory; 2 drops them, and waking reads the files again; auto takes 1
+    where they fit into 90 % of the free memory.
+    """
+
+    after_s: float | None = None
+    level: Literal["auto", 1, 2] = "auto"
+
+
 class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The engine and its own settings. `args` are engine flags without dashes in front, passed through as they are;
     a mapping becomes JSON. `env`: text or numbers; true and false become 1 and 0.
@@ -78,6 +90,7 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ray_dashboard_host: str = "127.0.0.1"
     stall_s: float = 60.0
     drain_s: float = 120.0
+    sleep: Sleep | None = None
 
     @property
     def flags(self) -> dict[str, Scalar | list[Scalar]]:

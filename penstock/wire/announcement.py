@@ -9,8 +9,22 @@ from typing import Any, Literal
 import msgspec
 
 ReplicaState = Literal[
-    "queued", "starting", "loading", "warming", "ready", "stalled", "restarting", "stopping", "failed"
+    "queued",
+    "starting",
+    "loading",
+    "warming",
+    "ready",
+    "sleeping",
+    "waking",
+    "stalled",
+    "restarting",
+    "stopping",
+    "failed",
 ]
+# What serves: a sleeping replica takes requests too, it only lets the first one wait.
+SERVING = ("ready", "sleeping", "waking")
+ASLEEP = "asleep"  # how the stage of a replica begins that has fallen asleep
+SLEEPLESS = "does not sleep"  # how the reason of a ready replica begins that should sleep and cannot
 
 
 class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -194,10 +208,13 @@ class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class AnnounceAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer of POST /admin/announce. `leave` orders the node to drain and exit, as SIGTERM does."""
+    """The answer of POST /admin/announce. `leave` orders the node to drain and exit, as SIGTERM does; `sleep` to put
+    its engine to sleep when no request runs, `wake` to wake it at once."""
 
     draining: bool
     leave: bool = False
+    sleep: bool = False
+    wake: bool = False
 
 
 class ReplicaView(msgspec.Struct, frozen=True):

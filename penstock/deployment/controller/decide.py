@@ -9,7 +9,7 @@ import msgspec
 from penstock.deployment.observe import Observation, is_silent
 from penstock.run_folder import Desired, Kind, Unit, order, replica
 from penstock.targets import Placement
-from penstock.wire.announcement import ReplicaView
+from penstock.wire.announcement import SERVING, ReplicaView
 
 _LEAD_S = 60.0
 _GATEWAY_LEAD_S = 120.0
@@ -166,7 +166,7 @@ def leaving(seen: Observation, wall_s: float, drain_s: float) -> frozenset[str]:
     names = set()
     for row in seen.view.replicas if seen.view else ():
         announcement, placement = row.announcement, seen.placements.get(replica(row.announcement.replica))
-        if placement is None or placement.ends_at is None or announcement.state != "ready":
+        if placement is None or placement.ends_at is None or announcement.state not in SERVING:
             continue
         lead_s = placement.lead_s
         if lead_s is None:
@@ -188,7 +188,7 @@ def _is_lost(seen: Observation, row: ReplicaView, wall_s: float) -> bool:
 
 
 def _is_ready(row: ReplicaView | None) -> bool:
-    return row is not None and row.is_alive and row.announcement.state == "ready"
+    return row is not None and row.is_alive and row.announcement.state in SERVING
 
 
 def _wanted(

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from penstock.deployment.autoscale import ReplicaSample, Sample
 from penstock.deployment.observe import Observation
-from penstock.wire.announcement import GatewayView, LoadCounts, ReplicaView
+from penstock.wire.announcement import SERVING, GatewayView, LoadCounts, ReplicaView
 
 # JSON and English, before requests of known usage have said it.
 _TOKENS_PER_BYTE = 0.25
@@ -91,7 +91,7 @@ def _replica(name: str, row: ReplicaView | None, is_leaving: bool, age_s: float)
     is_draining = is_leaving or row.is_draining or announcement.state == "stopping"
     return ReplicaSample(
         id=name,
-        state="draining" if is_draining else "ready" if announcement.state == "ready" else "starting",
+        state="draining" if is_draining else "ready" if announcement.state in SERVING else "starting",
         age_s=round(age_s, 1),
         running=row.in_flight if load is None else round(load.running),
         waiting=0 if load is None else round(load.waiting),

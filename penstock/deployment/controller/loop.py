@@ -34,7 +34,6 @@ from penstock.run_folder import (
     Part,
     ReplicaStatus,
     Run,
-    Scaling,
     State,
     Unit,
     order,
@@ -43,6 +42,7 @@ from penstock.run_folder import (
 )
 from penstock.wire.announcement import Announcement, Process, Restart
 from penstock.wire.gateways import post_each
+from penstock.wire.scaling import Scaling
 
 _TICK_S = 0.4
 _WRITE_EVERY_S = 1.0
@@ -96,6 +96,7 @@ class Controller:
         self._scaler = Scaler(run, deployment, self._plan, last) if deployment.replicas.follows_load else None
         self._news = NewsPoster(run)
         self._noted = noted_of(last)
+        self._passed_on = run.desired().order if last is not None else None  # by the controller before this one
         self._children: list[Child] = []
         self._prometheus: Prometheus | None = None
         is_placed, has_folder = own is not None, own is None or self.target.shares_files
@@ -129,6 +130,7 @@ class Controller:
         scaling = self._scale(desired, seen)
         if scaling is not None:
             desired = msgspec.structs.replace(desired, replicas=scaling.replicas)
+        self._pass_on(desired, seen)
         decision = self._act(desired, seen)
         self._note_refusal()
         self._note_children(seen)
@@ -267,6 +269,13 @@ class Controller:
                 continue
             if path is not None:
                 self.run.add_event("measured values kept", str(path), replica=announcement.replica)
+
+    def _pass_on(self, desired: Desired, seen: Observation) -> None:
+        """What all replicas shall do once goes to the gateways, whose answers to announcements order it."""
+        if desired.order is None or desired.order == self._passed_on or seen.view is None:
+            return
+        self._passed_on = desired.order
+        self._post_each(f"/admin/{desired.order.word}", [row.announcement.replica for row in seen.view.replicas])
 
     # ---- acting ------------------------------------------------------------------------------------------------------
 

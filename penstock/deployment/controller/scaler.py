@@ -24,9 +24,11 @@ from penstock.log_lines import append_line
 from penstock.paths import is_full, write_atomically
 from penstock.planner import Plan
 from penstock.processes import Backoff
-from penstock.run_folder import Desired, Run, Scaling, State, replica
+from penstock.run_folder import Desired, Run, State, replica
 from penstock.spec.deployment import Deployment
 from penstock.text import MIB, show_seconds
+from penstock.wire.announcement import SERVING
+from penstock.wire.scaling import Scaling
 
 _EVERY_S = 1.0
 _SLACK_S = 0.25  # ticks are late, never early
@@ -177,7 +179,7 @@ class Scaler:
 
     def _serves(self, look: Look) -> bool:
         rows = look.seen.view.replicas if look.seen.view is not None else ()
-        return any(row.is_alive and row.announcement.state == "ready" for row in rows)
+        return any(row.is_alive and row.announcement.state in SERVING for row in rows)
 
     def _expected_start_s(self) -> float:
         """Seconds from an order to the first token: the 80th percentile of measured starts, and the median wait."""
@@ -199,7 +201,7 @@ class Scaler:
         coming = [
             at
             for name, at in self._ordered_at.items()
-            if name not in look.failed and not (name in rows and rows[name].announcement.state == "ready")
+            if name not in look.failed and not (name in rows and rows[name].announcement.state in SERVING)
         ]
         begins = min(coming) if coming else self._retry_at if self._retry_at else now if self._number else None
         ready_at = None if begins is None or self._serves(look) else begins + self._expected_start_s()

@@ -18,7 +18,8 @@ from penstock.spec.gateway import PolicyName
 from penstock.wire.announcement import Announcement, EngineLoad, GatewayView, Progress, ReplicaView
 from penstock.wire.waiting import Waiting
 
-ModelState = Literal["ready", "loading", "unavailable"]
+ModelState = Literal["ready", "loading", "sleeping", "unavailable"]
+Order = Literal["sleep", "wake"]
 
 RETRY_AFTER_S = 5
 RETRY_AFTER_S_MAX = 600
@@ -31,7 +32,9 @@ SEARCHED_BYTES = 4096  # of a response, for its id
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
 _RESPONSE_ID: Final = re.compile(rb"\"id\"\s*:\s*\"(resp_[A-Za-z0-9_\-]{1,128})\"")
-_COMING_STATES: Final = frozenset(("queued", "starting", "loading", "warming", "restarting"))
+_COMING_STATES: Final = frozenset(
+    ("queued", "starting", "loading", "warming", "restarting", "sleeping", "waking")  # a request wakes one that sleeps
+)
 
 
 class RoutingHints(NamedTuple):
@@ -136,6 +139,7 @@ class ReplicaTable:
         # Names, not rows: a drain may come before the replica's first announcement.
         self._draining: set[str] = set()
         self._leaving: set[str] = set()
+        self._orders: dict[str, Order] = {}
         self._turn = 0
         self.in_flight_total = 0
         # Requests in flight are added up with others where a limit counts them.
@@ -190,6 +194,8 @@ class ReplicaTable:
             row.announcement, row.address, row.announced_at = announcement, address, now
             row.is_suspect = row.is_lapsed = False
             row.silent_since = None
+        if self._orders.get(row.name) != _OPEN_ORDERS.get(announcement.state):
+            self._orders.pop(row.name, None)
         row.reconcile(announcement.load, now)
         if had_adapters != announcement.adapters:
             self._find_adapters()
@@ -220,6 +226,34 @@ class ReplicaTable:
     def must_leave(self, name: str) -> bool:
         return name in self._leaving
 
+    def order(self, name: str, order: Order) -> None:
+        """For the node of this replica: "sleep" when no request runs, "wake" at once. The newest one counts, while the
+        replica is as it must be for it."""
+        row = self._replicas.get(name)
+        if row is not None and _OPEN_ORDERS.get(row.announcement.state) == order:
+            self._orders[name] = order
+        else:
+            self._orders.pop(name, None)
+
+    def order_of(self, name: str) -> Order | None:
+        return self._orders.get(name)
+
+    def sleeper(self, model: str, now: float, n_waiting: int) -> Replica | None:
+        """The sleeping replica that requests need, ordered to wake or not: one that has a request, which slipped
+        through, or the first one while requests wait here, or in each of the engines. One at a time."""
+        rows = [row for row in self._by_model[model] if row.is_alive(now) and row.name not in self._draining]
+        asleep = [row for row in rows if row.announcement.state == "sleeping"]
+        if not asleep:
+            return None
+        for row in asleep:
+            if row.in_flight:
+                return row
+        loads = [row.announcement.load for row in self.ready(model, now)]
+        is_full = bool(loads) and all(load is not None and load.waiting > 0 for load in loads)
+        if not (n_waiting or is_full) or any(row.announcement.state == "waking" for row in rows):
+            return None
+        return min(asleep, key=lambda row: (len(row.name), row.name))
+
     def undrain(self, name: str) -> None:
         """Takes back a drain, and an order to leave that no node has read yet."""
         self._draining.discard(name)
@@ -232,6 +266,7 @@ class ReplicaTable:
     def forget(self, name: str) -> None:
         """Drops the row, the drain and the order to leave; requests in flight stay in `in_flight_total`."""
         row = self._replicas.pop(name, None)
+        self._orders.pop(name, None)
         self.undrain(name)
         if row is not None:
             self._by_model[row.announcement.model].remove(row)
@@ -351,7 +386,8 @@ class ReplicaTable:
     def model_state(self, model: str, now: float) -> ModelState:
         if self.ready(model, now):
             return "ready"
-        return "loading" if self._coming(model, now) else "unavailable"
+        states = {row.announcement.state for row in self._coming(model, now)}
+        return "unavailable" if not states else "sleeping" if states == {"sleeping"} else "loading"
 
     def retry_after_s(self, model: str, now: float) -> int:
         """Seconds after which to ask again: the shortest estimate of a replica on its way, else the controller's, else
@@ -401,6 +437,10 @@ class ReplicaTable:
             for row in self._replicas.values()
         )
         return GatewayView(rows, self.in_flight_total, waiting, requests_total)
+
+
+# The state of a replica that can follow an order.
+_OPEN_ORDERS: Final[dict[str, Order]] = {"ready": "sleep", "sleeping": "wake"}
 
 
 def _fraction(replica: Replica) -> float:
