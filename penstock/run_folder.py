@@ -148,8 +148,8 @@ class Part(msgspec.Struct, frozen=True):
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
     """One replica as last seen: its announcement, its placement, and what the gateway adds. `restarts` joins the
-    engine's (announced by the node) and the node's own (seen by the controller), newest last. `starts_at` is a queue's estimate,
-    `ends_at` when its machines are taken away (Unix seconds)."""
+    engine's (announced by the node) and the node's own (seen by the controller), newest last. `starts_at` is a
+    queue's estimate, `ends_at` when its machines are taken away (Unix seconds)."""
 
     replica: str
     state: str
