@@ -145,7 +145,7 @@ class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `metric`: what the number follows. slo: as many as `workload.ttft_ms` needs at the load to come; waiting, in_flight
     (requests), kv (share of the cache in use), rate (requests a second): the sum over all replicas divided by `target`,
     absent 10, 64, 0.8; rate has no default. `up`, `down`: limits of changes. `idle_s`: with `min: 0` the last replica
-    ends after that time without a request, at the earliest after three start times.
+    ends after that time without a request, at the earliest after three start times. `up` starts one in any case.
     """
 
     min: int = 1
@@ -156,6 +156,15 @@ class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     down: ScalingRules | None = None
     idle_s: float = 900.0
     schedule: tuple[ScheduledMin, ...] = ()
+
+    @property
+    def follows_load(self) -> bool:
+        return self.max > self.min
+
+    @property
+    def first(self) -> int:
+        """How many `up` starts: with `min: 0` one, which proves that it works."""
+        return max(self.min, 1) if self.follows_load else self.min
 
 
 class GatewaySpec(GatewaySettings, frozen=True, forbid_unknown_fields=True):
