@@ -572,6 +572,7 @@ class Launch(msgspec.Struct, frozen=True):
     `announce_urls`: the gateway's admin address as a node may reach it; the first that answers is used.
     `announce_file`: where a placed gateway, which can move, writes that address (GatewayAddress); nodes read it again.
     `listen`: whether the engine listens on loopback, or with a key on the address that the gateway reaches.
+    `stage`, `allow_pickle`: as in the file's `cache`. `is_spread`: other machines may bring the same model.
     """
 
     deployment: str
@@ -581,3 +582,6 @@ class Launch(msgspec.Struct, frozen=True):
     lease_s: float = 6.0
     listen: Listen = "loopback"
     announce_file: str | None = None
+    stage: str = "none"
+    allow_pickle: bool = False
+    is_spread: bool = False

@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -31,6 +32,27 @@ PARTS = ".penstock-parts"  # of files that are not complete, in a folder that is
 NOTES = ".penstock-fetched.json"  # the files that were fetched and hashed, until there is a manifest
 
 FetchFile = Callable[[Listing, str, Path, Callable[[int], None]], None]
+
+
+class Peers(Protocol):
+    """Other machines that fetch the same model now, or have it: they are asked before its source is."""
+
+    def listing(self, resolve: Callable[[], Listing]) -> Listing:
+        """What the source has, as another machine knows it, or `resolve` says.  Raises PenstockError."""
+
+    def begin(self, listing: Listing, layout: Layout) -> None:
+        """From now on this machine gives others what is in `layout`."""
+
+    def fetch_file(
+        self, listing: Listing, name: str, part: Path, progress: Callable[[int], None], from_source: FetchFile
+    ) -> None:
+        """As a `FetchFile`: from another machine, or by `from_source`."""
+
+    def confirm(self, listing: Listing, name: str, digest: str) -> None:
+        """Compare the SHA-256 of a file of which the source tells no hash.  Raises PenstockError."""
+
+    def finish(self) -> None:
+        """This machine has all files."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -125,8 +147,8 @@ class Layout:
 class FilesFetch:
     """One fetch of a listing. `run` blocks; `progress` may be called from other threads."""
 
-    def __init__(self, listing: Listing, layout: Layout) -> None:
-        self._listing, self._layout = listing, layout
+    def __init__(self, listing: Listing, layout: Layout, peers: Peers | None = None) -> None:
+        self._listing, self._layout, self._peers = listing, layout, peers
         self._fetch_file = _fetcher(listing.source.kind)
         self._lock = threading.Lock()
         self._bytes: dict[str, int] = dict.fromkeys(listing.files, 0)
@@ -230,11 +252,13 @@ class FilesFetch:
             part.unlink()
         self._set_bytes(name, _size(part) or 0)
         if _size(part) != file.size:
-            self._fetch_file(self._listing, name, part, lambda n_bytes: self._add(name, n_bytes))
+            self._receive(name, part)
         if not part.exists() and file.size == 0:
             part.touch()
         try:
             digest = self._check(name, file, part)
+            if self._peers is not None:
+                self._peers.confirm(self._listing, name, digest)
         except PenstockError:
             part.unlink(missing_ok=True)  # wrong bytes are never continued
             raise
@@ -242,6 +266,15 @@ class FilesFetch:
             os.fsync(stream.fileno())
         self._layout.place(part, name, file.sha256 or file.git_sha1 or digest)
         self._finish(name, manifest.entry_of(self._layout.folder / name, digest))
+
+    def _receive(self, name: str, part: Path) -> None:
+        def add(n_bytes: int) -> None:
+            self._add(name, n_bytes)
+
+        if self._peers is not None:
+            self._peers.fetch_file(self._listing, name, part, add, self._fetch_file)
+        else:
+            self._fetch_file(self._listing, name, part, add)
 
     def _check(self, name: str, file: RemoteFile, path: Path) -> str:
         """The SHA-256 of a complete file.  Raises PenstockError when it is not what the source said."""
