@@ -10,6 +10,7 @@
       gateway/                     only where the target places the gateway: address.json says where it is
       handle.json                  what the target needs to find its work again
       desired.json state.json      what should be, and what the controller last saw
+      scaling.json samples.jsonl   what the autoscaler remembers, and what it saw, one JSON a second
       events.jsonl logs/           what happened, one JSON a line; the output of every part
 
 A folder appears whole, by one rename. Every file is replaced by rename, so a reader never sees half of one.
@@ -40,6 +41,7 @@ from penstock.spec.deployment import Deployment, is_legal_name
 from penstock.text import KIB, MIB
 from penstock.wire.announcement import Announcement, GatewayAddress, Process, Restart, engine_key, scrape_key
 from penstock.wire.live import Event
+from penstock.wire.scaling import Scaling
 
 Phase = Literal["starting", "ready", "degraded", "failed", "stopping", "down"]
 Kind = Literal["replica", "gateway", "controller", "ui"]
@@ -110,11 +112,20 @@ class Handle(msgspec.Struct, frozen=True):
         return {unit_of(key).name: facts for key, facts in self.units.items() if unit_of(key).kind == "replica"}
 
 
+class Order(msgspec.Struct, frozen=True):
+    """What all replicas shall do once, from the user, at that time (Unix seconds)."""
+
+    word: Literal["sleep", "wake"]
+    at: float
+
+
 class Desired(msgspec.Struct, frozen=True):
-    """desired.json: what the user last asked for."""
+    """desired.json: what the user last asked for. Where the load decides, `replicas` counts while it `is_pinned`."""
 
     state: Literal["up", "down"]
     replicas: int
+    order: Order | None = None
+    is_pinned: bool = False
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -136,11 +147,9 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
-    """One replica as last seen: its announcement, its placement, and what the gateway adds.
-
-    `restarts` joins the engine's (announced by the node) and the node's own (seen by the controller), newest last.
-    `starts_at` is a queue's estimate, `ends_at` when its machines are taken away (Unix seconds).
-    """
+    """One replica as last seen: its announcement, its placement, and what the gateway adds. `restarts` joins the
+    engine's (announced by the node) and the node's own (seen by the controller), newest last. `starts_at` is a
+    queue's estimate, `ends_at` when its machines are taken away (Unix seconds)."""
 
     replica: str
     state: str
@@ -168,6 +177,7 @@ class State(msgspec.Struct, frozen=True):
     reason: str | None = None
     prometheus: Part | None = None
     ui: Part | None = None
+    scaling: Scaling | None = None
 
 
 class Run:
@@ -188,6 +198,7 @@ class Run:
         self.gateway_folder = path / "gateway"  # only where the target places the gateway, which may then move
         self.gateway_address_file = self.gateway_folder / "address.json"
         self.prometheus_folder = path / "prometheus"  # its configuration and its data, with `observe.prometheus`
+        self.scaling_file, self.samples_file = path / "scaling.json", path / "samples.jsonl"
         self.ui_config, self.ui_folder = path / "ui.json", path / "ui"  # with `ui`
 
     def places(self, kind: Kind) -> bool:
@@ -477,7 +488,7 @@ def _fill(run: Run, draft: Draft, now: float) -> None:
         write_atomically(run.artifact_path / name, text.encode())
     config = msgspec.json.format(msgspec.json.encode(draft.gateway), indent=2)
     write_atomically(run.gateway_config, config, mode=0o600)
-    run.write_desired(Desired("up", deployment.replicas.min))
+    run.write_desired(Desired("up", deployment.replicas.first))
     run.write_handle(Handle(deployment.target))
     run.events_file.touch()
 
@@ -585,3 +596,8 @@ class Launch(msgspec.Struct, frozen=True):
     stage: str = "none"
     allow_pickle: bool = False
     is_spread: bool = False
+
+    @property
+    def engines_need_key(self) -> bool:
+        """Those that others reach, and those that sleep: the routes for it run any method of the engine."""
+        return self.listen == "network" or self.plan.sleep is not None

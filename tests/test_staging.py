@@ -24,6 +24,7 @@ from penstock.errors import PenstockError, UserError
 from penstock.gateway.board import RankBoard
 from penstock.models import fetch, fetch_files, manifest, sources
 from penstock.models.fetch_files import Progress
+from penstock.models.part_file import PartFile
 from penstock.models.sources import Listing, Source
 from penstock.node import model_files, peers, staging
 from penstock.node.peers import Line, Member, before
@@ -203,13 +204,12 @@ def test_the_first_dies_and_the_next_goes_on_where_it_is(
 ) -> None:
     begun, goes_on = list[tuple[str, int]](), threading.Event()
 
-    def fetch_file(listing: Listing, name: str, part: Path, progress: Callable[[int], None]) -> None:
-        with part.open("ab", buffering=0) as target:
-            begun.append((name, target.tell()))
-            while target.tell() < len(FILES[name]):
-                if target.tell() >= MIB:
-                    goes_on.wait(60)
-                progress(target.write(FILES[name][target.tell() :][:MIB]))
+    def fetch_file(listing: Listing, name: str, part: PartFile) -> None:
+        begun.append((name, part.n_bytes))
+        while part.n_bytes < len(FILES[name]):
+            if part.n_bytes >= MIB:
+                goes_on.wait(60)
+            part.write(FILES[name][part.n_bytes :][:MIB])
 
     monkeypatch.setattr(fetch_files, "_fetcher", lambda kind: fetch_file)
     gateway = Gateway()

@@ -147,16 +147,17 @@ def logs(
 
 def scale(
     name: str | None,
-    n_replicas: int,
+    n_replicas: int | None,
     *,
     wait: bool = True,
     timeout_s: float | None = None,
     on_state: OnState | None = None,
 ) -> State:
-    """Change the number of replicas. With `wait`, block until that many are ready and the others have drained."""
+    """Change the number of replicas, None: as many as the load needs. With `wait`, block until that many are ready and
+    the others have drained."""
     run = _chosen(name)
     deployment_scale.scale(run, n_replicas)
-    if not wait:
+    if not wait or n_replicas is None:
         return observe.now_state(run, time.time())
     return deployment_scale.wait_scaled(run, n_replicas, on_state or _ignore, timeout_s)
 

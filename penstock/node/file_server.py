@@ -114,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
             if facts.st_size > offset:
                 offset += self.connection.sendfile(stream, offset, min(_PIECE_BYTES, facts.st_size - offset))
                 last_at = time.monotonic()
-            elif time.monotonic() - last_at > WAIT_S or facts.st_nlink == 0:
+            elif time.monotonic() - last_at > WAIT_S or facts.st_nlink == 0 or facts.st_size < offset:
                 self.close_connection = True
                 return
             else:

@@ -15,7 +15,6 @@ import secrets
 import time
 import urllib.parse
 from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -23,6 +22,7 @@ from penstock.errors import PenstockError
 from penstock.hardware.network import own_addresses
 from penstock.models import sources
 from penstock.models.fetch_files import FetchFile, Layout, Peers
+from penstock.models.part_file import PartFile
 from penstock.models.sources import Listing
 from penstock.node.announcer import AdminClient
 from penstock.node.file_server import WAIT_S, FileServer
@@ -97,28 +97,28 @@ class Line(Peers):
         self._listing, self._layout = listing, layout
         self.count()
 
-    def fetch_file(
-        self, listing: Listing, name: str, part: Path, progress: Callable[[int], None], from_source: FetchFile
-    ) -> None:
-        while True:
+    def fetch_file(self, listing: Listing, name: str, part: PartFile, from_source: FetchFile) -> None:
+        size = listing.files[name].size
+        while part.n_bytes < size:
             self._check_stopped()
             giver = self._before()
-            if giver is None:
+            if giver is not None:
+                self._givers[name] = giver
+                self._receive(giver, name, size, part)
+            else:
                 self._givers.pop(name, None)
                 try:
-                    return from_source(listing, name, part, progress)
+                    from_source(listing, name, part)
+                    return
                 except PenstockError as exc:
                     if not self._can_wait(exc):
                         raise
-            elif self._receive(giver, name, listing.files[name].size, part, progress):
-                self._givers[name] = giver
-                return None
-            time.sleep(_PAUSE_S)
+            if part.n_bytes < size:
+                time.sleep(_PAUSE_S)
 
     def confirm(self, listing: Listing, name: str, digest: str) -> None:
         giver = self._givers.get(name)
-        file = listing.files[name]
-        if giver is None or file.sha256 is not None or file.git_sha1 is not None:
+        if giver is None:
             return
         theirs = digest
         broken = contextlib.suppress(OSError, http.client.HTTPException)
@@ -196,18 +196,12 @@ class Line(Peers):
         sources.check_names(str(listing.source), listing.files)
         return listing
 
-    def _receive(self, giver: Member, name: str, size: int, part: Path, progress: Callable[[int], None]) -> bool:
-        """Add the rest of a file to its part; whether it is complete now.  Raises OSError of the disk."""
-        with part.open("ab") as target:
-            offset = target.tell()
-            for piece in self._pieces(giver, name, offset) if offset < size else ():
-                target.write(piece)
-                target.flush()  # the next node reads it from the file
-                progress(len(piece))
-                offset += len(piece)
-        if offset < size and any(other.n_bytes > giver.n_bytes for other in self._ahead_of(giver)):
+    def _receive(self, giver: Member, name: str, size: int, part: PartFile) -> None:
+        """Add what the giver sends of the rest of a file.  Raises OSError of the disk."""
+        for piece in self._pieces(giver, name, part.n_bytes):
+            part.write(piece)
+        if part.n_bytes < size and any(other.n_bytes > giver.n_bytes for other in self._ahead_of(giver)):
             self._leave_out(giver)  # it stands still, and others before it do not
-        return offset >= size
 
     def _pieces(self, giver: Member, name: str, offset: int) -> Iterator[memoryview]:
         """What the giver sends of a file from `offset` on, until it ends or breaks off."""

@@ -13,7 +13,16 @@ from penstock.node.load_choice import Chosen
 from penstock.node.ready_file import ReadyFile
 from penstock.run_folder import Launch
 from penstock.text import show_bytes
-from penstock.wire.announcement import Announcement, EngineLoad, NodeView, Process, Progress, ReplicaState, Restart
+from penstock.wire.announcement import (
+    SERVING,
+    Announcement,
+    EngineLoad,
+    NodeView,
+    Process,
+    Progress,
+    ReplicaState,
+    Restart,
+)
 
 _KEPT_RESTARTS = 10
 
@@ -123,7 +132,7 @@ class ReplicaReport:
         if state == "warming":
             self._times.enter("warming", time.monotonic())
         self.state = state
-        self._ready_file.set(is_ready=state == "ready")
+        self._ready_file.set(is_ready=state in SERVING)  # a probe must not end one that sleeps
         self._announcer.announce(
             Announcement(
                 replica=self._replica,
