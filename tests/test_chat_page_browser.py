@@ -489,26 +489,6 @@ def test_overload_is_told_with_a_countdown_and_asked_again(people: People, rig: 
     expect(chat.conversation).to_contain_text("You said: busy")
 
 
-def test_a_question_that_is_sent_before_the_page_is_drawn_is_asked_after_it(people: People) -> None:
-    chat = people.chat()
-    chat.page.add_init_script(
-        "const ask = window.fetch; window.fetch = async (...given) => {"
-        " const answer = await ask(...given);"
-        " if (String(given[0]).includes('run/predict')) await new Promise((over) => setTimeout(over, 2000));"
-        " return answer; };"
-    )
-    chat.page.reload()
-    for send in (chat.box.press, lambda _: chat.page.locator("#penstock-send").click()):
-        expect(chat.box).to_be_visible()
-        chat.box.fill("early")
-        send("Enter")
-        expect(chat.conversation).to_contain_text("You said: early")
-        expect(chat.figures).to_have_count(1)
-        chat.page.wait_for_timeout(2500)  # what is drawn late covers nothing
-        expect(chat.conversation).to_contain_text("You said: early")
-        chat.page.get_by_role("button", name="New chat").first.click()
-
-
 def test_image_goes_to_the_model_and_stays_in_the_conversation(people: People, rig: ChatPage) -> None:
     rig.add_replica(input_modalities=["text", "image"])
     chat = people.chat()

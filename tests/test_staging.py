@@ -30,6 +30,7 @@ from penstock.node import model_files, peers, staging
 from penstock.node.peers import Line, Member, before
 from penstock.node.staging import Scratch, Stage, remove_unused
 from penstock.run_folder import Launch
+from penstock.spec.deployment import Cache
 from penstock.text import MIB
 from penstock.wire.announcement import Post
 
@@ -279,13 +280,13 @@ def test_files_are_given_to_the_deployments_own_nodes_only(hub: HubServer, tmp_p
     assert status("/files/config.json", key, Range="bytes=-5") == 416
 
 
-def launch(**fields: Any) -> Launch:
-    return Launch("x", demo_plan(), (), "", **fields)
+def launch(stage: str) -> Launch:
+    return Launch("x", demo_plan(), (), "", cache=Cache(stage=stage))
 
 
 def test_where_the_copy_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def folder(setting: str) -> Path | None:
-        return Stage(launch(stage=setting), None, lambda: False)._folder("/models/x")
+        return Stage(launch(setting), None, lambda: False)._folder("/models/x")
 
     monkeypatch.setenv("SCRATCH", str(tmp_path))
     assert folder("none") is None
@@ -329,13 +330,13 @@ def test_auto_reads_in_place_what_cannot_be_copied(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(staging, "_is_remote", lambda _: True)
     monkeypatch.setattr(staging, "scratch_folders", lambda: iter([tmp_path / "scratch"]))
     monkeypatch.setattr(paths, "free_bytes", lambda _: 0)
-    assert model_files.on_this_node(plan, Stage(launch(stage="auto"), None, lambda: False)) is plan
+    assert model_files.on_this_node(plan, Stage(launch("auto"), None, lambda: False)) is plan
     with pytest.raises(UserError, match="space"):
-        model_files.on_this_node(plan, Stage(launch(stage=str(tmp_path / "copies")), None, lambda: False))
+        model_files.on_this_node(plan, Stage(launch(str(tmp_path / "copies")), None, lambda: False))
     monkeypatch.undo()
     monkeypatch.setattr(staging, "_is_remote", lambda _: True)
     monkeypatch.setattr(staging, "scratch_folders", lambda: iter([tmp_path / "scratch"]))
-    stage = Stage(launch(stage="auto"), None, lambda: False)
+    stage = Stage(launch("auto"), None, lambda: False)
     copy = Path(model_files.on_this_node(plan, stage).model.path)
     assert copy.is_relative_to(tmp_path / "scratch") and (copy / "x.safetensors").read_bytes() == b"x" * 1000
     stage.close()

@@ -44,11 +44,11 @@ class Stage:
     @property
     def is_passing(self) -> bool:
         """Whether copies go when nobody uses them; a start does without one that cannot be made."""
-        return self._launch.stage == "auto"
+        return self._launch.cache.stage == "auto"
 
     def is_for(self, path: str) -> bool:
         """Whether this node is to read a copy of a folder that it sees."""
-        setting = self._launch.stage
+        setting = self._launch.cache.stage
         return setting != "none" and (setting != "auto" or _is_remote(path))
 
     def bring(self, source: Source, beside: str, show: Show) -> Path:
@@ -67,7 +67,7 @@ class Stage:
         return fetch.fetch(
             source,
             cache=self._folder(beside),
-            allow_pickle=self._launch.allow_pickle,
+            allow_pickle=self._launch.cache.allow_pickle,
             with_code=_runs_code(self._launch.plan),
             show=on_progress,
             say=lambda text: print(f"penstock: {text}", flush=True),
@@ -82,13 +82,13 @@ class Stage:
     def _folder(self, beside: str) -> Path | None:
         if not self.is_for(beside):
             return None
-        if self._launch.stage == "auto":
+        if self._launch.cache.stage == "auto":
             self._scratch = self._scratch or Scratch.find()
             return self._scratch.folder if self._scratch is not None else None
-        folder = Path(os.path.expandvars(self._launch.stage)).expanduser()
+        folder = Path(os.path.expandvars(self._launch.cache.stage)).expanduser()
         if "$" in str(folder) or not folder.is_absolute():
             raise UserError(
-                f'cannot stage in "{self._launch.stage}" on {socket.gethostname()}: it is {folder}',
+                f'cannot stage in "{self._launch.cache.stage}" on {socket.gethostname()}: it is {folder}',
                 hint="cache.stage names a folder of the nodes; its variables must be set there.",
             )
         return folder
