@@ -67,8 +67,7 @@ def measured(run: Run, name: str) -> float:
 
 def one_round(run: Run, client: Client) -> Round:
     awake_token_s, before_gib, began_at = token_s(client), used_gib(), time.monotonic()
-    sleep.order(run, "sleep")
-    sleep.wait(run, "sleep", lambda _: None, 900.0)
+    sleep.wait(run, "sleep", sleep.order(run, "sleep"), lambda _: None, 900.0)
     sleep_s, held_gib = time.monotonic() - began_at, used_gib()
     sleep_own_s = measured(run, "sleep_s")
     wake_to_token_s = token_s(client)

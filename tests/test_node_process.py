@@ -18,7 +18,7 @@ from penstock import processes
 from penstock.errors import UserError
 from penstock.node import leftovers
 from penstock.node.__main__ import rank_of
-from penstock.spec.deployment import Parallel
+from penstock.spec.deployment import Parallel, Sleep
 from penstock.wire.answers import Reply
 
 ONE = demo_plan("fake", drain_s=10.0, args={"load-s": 0.2, "tokens-per-s": 30})
@@ -56,6 +56,23 @@ def test_a_node_that_is_ordered_to_leave_drains_and_exits_as_on_sigterm(rig: Rig
     *_, reply = stream
     assert isinstance(reply, Reply) and reply.finish_reason == "length"
     assert node.wait(20) == 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("rig", [msgspec.structs.replace(ONE, sleep=Sleep(level=1))], indirect=True)
+def test_a_probe_does_not_see_that_a_node_sleeps(rig: Rig, tmp_path: Path) -> None:
+    file = tmp_path / "ready"
+    rig.node(0, "--ready-file", str(file))
+    rig.wait_state("ready")
+    rig.admin.post_json("/admin/sleep", {"replica": "0"})
+    states = {rig.wait_state("sleeping").state}
+    rig.until(file.exists, "the ready file")
+    rig.admin.post_json("/admin/wake", {"replica": "0"})
+    while "ready" not in states:
+        assert file.exists()
+        row = rig.row()
+        states |= {row.announcement.state} if row is not None else set()
+    assert states <= {"sleeping", "waking", "ready"}
 
 
 @pytest.mark.processes

@@ -22,6 +22,7 @@ from launching import (
     pids,
     port_is_free,
     replica_of,
+    started,
     wait_ready,
     wait_until,
 )
@@ -92,6 +93,8 @@ def test_a_verb_puts_it_to_sleep_a_request_wakes_it_and_a_verb_wakes_it(place: P
     announcement = replica_of(run).announcement
     assert announcement is not None
     assert announcement.measured["sleep_s"] > 0.2
+    gauge = 'penstock_replicas{state="sleeping"} 1'
+    wait_until(lambda: gauge in Client(run.url).get_text("/metrics"), "the gauge of sleeping replicas")
     assert ask(run).replica == "0"
     assert engine_pid(run) == engine, "the same process"
     wait_until(lambda: "replica awake" in events(run), "the event of waking")
@@ -105,6 +108,18 @@ def test_a_verb_puts_it_to_sleep_a_request_wakes_it_and_a_verb_wakes_it(place: P
     assert [row.state for row in penstock.sleep("one").replicas] == ["sleeping"]
     assert call("down").code == 0
     place.assert_nothing_left()
+
+
+@pytest.mark.processes
+def test_an_engine_that_dies_as_it_falls_asleep_ends_the_wait_of_the_verb(place: Place) -> None:
+    run = place.up(place.write("one", args={"sleep-s": 20}, engine=BY_VERB))
+    with started("sleep", "one") as verb:
+        wait_until(lambda: replica_of(run).state == "sleeping", "it falls asleep")
+        kill(*pids(run, "engine")[:1])
+        out, err = verb.communicate(timeout=SOON_S)
+    assert verb.returncode == 1, out
+    assert 'replica 0 of "one" is ' in err
+    wait_ready(run)
 
 
 @pytest.mark.processes

@@ -38,10 +38,10 @@ def _order(options: argparse.Namespace, word: Literal["sleep", "wake"]) -> int:
     from penstock.deployment import sleep
 
     run = run_folder.choose(options.name)
-    sleep.order(run, word)
+    asked = sleep.order(run, word)
     if not options.no_wait:
         with progress.StartDisplay(sys.stdout, options.json) as display:
-            sleep.wait(run, word, display.show, options.timeout)
+            sleep.wait(run, word, asked, display.show, options.timeout)
     done = {"sleep": "asleep", "wake": "awake"}[word] if not options.no_wait else f"ordered to {word}"
     if options.json:
         print_json({"event": done, "name": run.name})

@@ -194,10 +194,10 @@ def _order(
     on_state: OnState | None,
 ) -> State:
     run = _chosen(name)
-    deployment_sleep.order(run, word)
+    asked = deployment_sleep.order(run, word)
     if not wait:
         return observe.now_state(run, time.time())
-    return deployment_sleep.wait(run, word, on_state or _ignore, timeout_s)
+    return deployment_sleep.wait(run, word, asked, on_state or _ignore, timeout_s)
 
 
 def down(name: str | None = None, *, now: bool = False) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
+from collections.abc import Callable
 
 from penstock import engines
 from penstock.engines import Diagnosis, Seen
@@ -59,7 +61,7 @@ class ReplicaReport:
         self.reason: str | None = None
         self.hint: str | None = None
         self.url: str | None = None
-        self._seen = Seen(Progress("files", fraction=0.0))
+        self._seen, self._seen_lock = Seen(Progress("files", fraction=0.0)), threading.Lock()
         self._times = StageTimes()
         self.start_s: dict[str, float] = {}
         self.n_restarts = 0
@@ -82,9 +84,16 @@ class ReplicaReport:
 
     @seen.setter
     def seen(self, seen: Seen) -> None:
-        if self.state != "warming":  # its last lines may still be on the way through the pipe
-            self._times.enter(seen.progress.stage, time.monotonic())
-        self._seen = seen
+        self.update(lambda _: seen)
+
+    def update(self, change: Callable[[Seen], Seen]) -> bool:
+        """Change what was seen, also from the thread that reads the engine's log; whether that is another object."""
+        with self._seen_lock:
+            seen = change(self._seen)
+            is_new, self._seen = seen is not self._seen, seen
+            if is_new and self.state != "warming":  # its last lines may still be on the way through the pipe
+                self._times.enter(seen.progress.stage, time.monotonic())
+        return is_new
 
     def begin(self) -> None:
         self._times.begin("files", time.monotonic())

@@ -196,12 +196,11 @@ class Sleeper:
         self._announce("ready", Progress("ready", fraction=1.0))
 
     def _announce(self, state: Literal["sleeping", "waking", "ready"], progress: Progress) -> None:
-        self._report.seen = Seen(progress, self._report.seen.measured)
+        self._report.update(lambda seen: Seen(progress, seen.measured))
         self._report.announce(state)
 
     def _note(self, name: str, seconds: float) -> None:
-        seen = self._report.seen
-        self._report.seen = Seen(seen.progress, {**seen.measured, name: round(seconds, 2)})
+        self._report.update(lambda seen: Seen(seen.progress, {**seen.measured, name: round(seconds, 2)}))
 
 
 def choose_level(

@@ -223,11 +223,11 @@ class NodeSupervisor:
             self._leader.over(phase, wait_s=2.0)
 
     def _on_line(self, line: str) -> None:
-        seen = self._engine.read(line, self._report.seen, self._plan)
-        if seen is not self._report.seen:
-            self._report.seen = seen
+        if self._report.update(lambda seen: self._engine.read(line, seen, self._plan)):
             if self._report.state in ("starting", "loading"):
                 self._announce("loading")
+            elif self._report.state == "waking":  # from level 2 it loads its weights
+                self._report.announce("waking")
 
     def _until_ready(self) -> Diagnosis | None:
         process, client = self._running()
