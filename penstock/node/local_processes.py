@@ -60,10 +60,11 @@ class Prerequisites:
         self.loading = load_choice.Chosen(plan)  # how the weights are loaded, once resolved
         self._claim: gpu_locks.Claim | None = None
 
-    def resolve(self) -> tuple[Plan, NodeArgs]:
-        """The plan with this machine's paths, the arguments with its GPUs. May download.  Raises PenstockError."""
+    def resolve(self, show: model_files.Show = lambda _: None) -> tuple[Plan, NodeArgs]:
+        """The plan with this machine's paths, the arguments with its GPUs. Fetches the model where this machine lacks
+        it; `show` gets the progress.  Raises PenstockError."""
         if self._resolved is None:
-            self.loading = load_choice.choose(model_files.on_this_node(self._plan))
+            self.loading = load_choice.choose(model_files.on_this_node(self._plan, show))
             plan, args = self.loading.plan, self._args
             if self.loading.text:
                 print(f"penstock: weights: {self.loading.text}", flush=True)

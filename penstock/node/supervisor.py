@@ -15,6 +15,7 @@ import time
 from penstock import engines, processes
 from penstock.engines import Diagnosis, Engine
 from penstock.errors import PenstockError
+from penstock.models.fetch import Progress
 from penstock.node.announcer import AdminClient, Announcer
 from penstock.node.engine_client import EngineClient
 from penstock.node.engine_process import EngineProcess
@@ -148,7 +149,7 @@ class NodeSupervisor:
         if self._report.state != "restarting":
             self._announce("starting")
         try:
-            plan, self._args = self._prerequisites.resolve()
+            plan, self._args = self._prerequisites.resolve(self._show_fetch)
         except PenstockError as exc:
             return Diagnosis(exc.message, exc.hint, is_final=not exc.is_retryable)
         self._report.loading = self._prerequisites.loading
@@ -173,6 +174,12 @@ class NodeSupervisor:
         self._report.url = self._args.url or url
         self._announce("starting")
         return None
+
+    def _show_fetch(self, progress: Progress) -> None:
+        if self.stops:
+            raise PenstockError("stopped while the model was fetched", is_retryable=True)
+        self._report.fetching(progress)
+        self._announce(self._report.state)
 
     def _own_address(self) -> str | None:
         """This machine's address as the gateway sees it. Waits for the gateway; None when the node is stopped."""
