@@ -26,8 +26,10 @@ from penstock.models.facts import read_files
 from penstock.models.files import BUNDLED
 from penstock.models.hub import HubError
 from penstock.node import model_files
+from penstock.node.staging import Stage
 from penstock.planner import Plan, kv_bytes_per_token
-from penstock.spec.deployment import Deployment
+from penstock.run_folder import Launch
+from penstock.spec.deployment import Cache, Deployment
 from penstock.targets import Surveyed
 
 CONFIG: dict[str, Any] = {
@@ -291,17 +293,23 @@ def planned(path: str, reference: str, form: str = "safetensors") -> Plan:
     return msgspec.structs.replace(demo_plan(), model=facts)
 
 
+def here(plan: Plan, cache: str | None = None, show: Callable[[fetch.Progress], None] = lambda _: None) -> Plan:
+    """On a node without others."""
+    launch = Launch("x", plan, (), "", cache=Cache(weights=cache))
+    return model_files.on_this_node(plan, Stage(launch, None, lambda: False), show)
+
+
 def test_a_node_has_its_own_copy_of_the_bundled_model_and_folders_where_they_were(tmp_path: Path) -> None:
-    plan = model_files.on_this_node(planned("/elsewhere/penstock/models/demo_model", "penstock-demo"))
+    plan = here(planned("/elsewhere/penstock/models/demo_model", "penstock-demo"))
     assert plan.model.path == str(files.BUNDLED)
-    gguf = model_files.on_this_node(planned("/elsewhere/penstock-demo.gguf", "penstock-demo", "gguf"))
+    gguf = here(planned("/elsewhere/penstock-demo.gguf", "penstock-demo", "gguf"))
     assert gguf.model.path == str(demo.gguf_file())
-    here = planned(str(tmp_path), str(tmp_path))
-    assert model_files.on_this_node(here) is here
+    folder = planned(str(tmp_path), str(tmp_path))
+    assert here(folder) is folder
     bucket = planned("s3://bucket/model", "org/model")
-    assert model_files.on_this_node(bucket) is bucket, "its engine reads it"
+    assert here(bucket) is bucket, "its engine reads it"
     with pytest.raises(UserError, match='there is no "/nowhere/model" on '):
-        model_files.on_this_node(planned("/nowhere/model", "/nowhere/model"))
+        here(planned("/nowhere/model", "/nowhere/model"))
 
 
 def test_a_node_fetches_a_hub_model_in_the_planned_revision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -310,14 +318,14 @@ def test_a_node_fetches_a_hub_model_in_the_planned_revision(monkeypatch: pytest.
     with asked_hub(
         monkeypatch, "org/name", {"config.json": b"{}", "m.safetensors": b"x", "q4/x-q4.gguf": b"y"}
     ) as server:
-        plan = model_files.on_this_node(planned(base, "org/name@main"), seen.append)
+        plan = here(planned(base, "org/name@main"), show=seen.append)
         assert plan.model.path == f"{tmp_path}/hub/models--org--name/snapshots/{COMMIT}"
         assert seen[-1].done == "2/2 files, 3 B of 3 B" and f"GET api/models/org/name/revision/{COMMIT}" in server.asked
-        gguf = model_files.on_this_node(planned(f"{base}/q4/x-q4.gguf", "org/name:q4", "gguf"))
+        gguf = here(planned(f"{base}/q4/x-q4.gguf", "org/name:q4", "gguf"))
         assert gguf.model.path == f"{plan.model.path}/q4/x-q4.gguf" and Path(gguf.model.path).read_bytes() == b"y"
-        here = f"{tmp_path}/own/models--org--name/snapshots/{COMMIT}"
+        own = f"{tmp_path}/own/models--org--name/snapshots/{COMMIT}"
         (tmp_path / "own").mkdir()
-        assert model_files.on_this_node(planned(here, "org/name")).model.path == here, "a cache that every node has"
+        assert here(planned(own, "org/name"), str(tmp_path / "own")).model.path == own, "a cache that every node has"
 
 
 def test_a_node_refuses_a_source_that_is_not_the_planned_version(
@@ -327,7 +335,7 @@ def test_a_node_refuses_a_source_that_is_not_the_planned_version(
     monkeypatch.setattr(sources, "resolve", lambda *_: listing)
     old = planned(f"/elsewhere/.penstock/models/store--s3--bucket--m/{'0' * 40}/q/m.gguf", "s3://bucket/m", "gguf")
     with pytest.raises(UserError, match="its files have changed since this was planned") as caught:
-        model_files.on_this_node(old)
+        here(old)
     assert caught.value.detail == f"Planned with version {'0' * 12}; now it is {'1' * 12}."
 
 

@@ -98,27 +98,22 @@ def _fetch(options: argparse.Namespace) -> int:
         return 0
     assert source is not None
     cache = Path(deployment.cache.folder).expanduser() if deployment and deployment.cache.folder else None
+    if source.kind == "folder":  # it is looked at where it is
+        cache = None
     if options.verify:
         return _verify(options, source, cache)
-    allow_pickle = deployment is not None and deployment.cache.allow_pickle
-    with_code = deployment is not None and sources.runs_code(deployment.engine.flags)
+    wanted = sources.PLAIN
+    if deployment is not None:
+        wanted = sources.Wanted(deployment.cache.allow_pickle, sources.runs_code(deployment.engine.flags))
     to = options.to.expanduser().absolute() if options.to else None
     if options.dry_run:
-        plan = model_fetch.prepare(sources.resolve(source, allow_pickle, with_code), to, cache)
+        plan = model_fetch.prepare(sources.resolve(source, wanted.pickles, wanted.code), to, cache)
         _print_plan(plan, options.json)
         return 0
     if to is not None:
         kept.note(to)
     with FetchDisplay(sys.stderr, options.json) as display:
-        folder = model_fetch.fetch(
-            source,
-            to,
-            cache,
-            allow_pickle=allow_pickle,
-            with_code=with_code,
-            show=display.show,
-            say=print_step,
-        )
+        folder = model_fetch.fetch(source, to, cache, wanted, show=display.show, say=print_step)
     if options.json:
         print_json({"event": "complete", "source": str(source), "folder": str(folder)})
     else:

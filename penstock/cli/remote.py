@@ -28,7 +28,7 @@ _THROUGH_TUNNEL = ("chat", "bench serve")
 _HELD = ("tunnel", "dashboard", "ui")  # hold a tunnel open until Ctrl-C
 _IN_STORE = ("keys", "usage")
 _BY_FLAG = ("metrics", *_IN_STORE)  # name their deployment by --deployment
-_WATCHING = ("top", "events", "requests", "metrics")
+_WATCHING = ("top", "events", "requests", "metrics", "autoscale explain")
 _WITH_NAME = ("status", "logs", "down", "scale", "sleep", "wake", *_HELD, *_IN_STORE, *_THROUGH_TUNNEL, *_WATCHING)
 _FLAGS = ("replace", "dry_run", "no_wait", "quick", "json")
 

@@ -35,9 +35,6 @@ def unsupported(deployment: Deployment, target: Target) -> list[Problem]:
     if deployment.cache.weights != deployment.cache.folder and not target.fetches_models:
         message = f'"{deployment.cache.weights}", but target {target.name} takes a folder'
         problems.append(Problem("cache.weights", message, "give the folder where models from a hub are kept"))
-    if deployment.replicas.max > max(1, deployment.replicas.min):
-        hint = "set replicas to a number, and change it with `penstock scale`"
-        problems.append(Problem("replicas.max", "this version has no autoscaling yet", hint))
     return problems
 
 

@@ -132,7 +132,10 @@ class AdminApi:
             post = msgspec.json.decode(body, type=Post)
             return self._board.post(post, time.monotonic(), must_leave=self._replicas.must_leave(post.replica))
         if path == _NEWS:
-            self._reporter.news.take(msgspec.json.decode(body, type=DatedNews))
+            dated_news = msgspec.json.decode(body, type=DatedNews)
+            self._reporter.news.take(dated_news)
+            ready_in_s = dated_news.news.ready_in_s
+            self._replicas.expect(None if ready_in_s is None else dated_news.at + ready_in_s, dated_news.news.failure)
             return {"ok": True}
         name = msgspec.json.decode(body, type=_Named).replica
         log.info("replica %r: %s", name, path.decode().removeprefix("/admin/"))

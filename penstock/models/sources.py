@@ -9,8 +9,10 @@ renames nothing: models/fetch_files.py does.
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import importlib
 import re
+import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -21,6 +23,7 @@ from penstock.errors import UserError
 from penstock.models import files, hub
 from penstock.models.part_file import PartFile
 from penstock.spec.deployment import Deployment
+from penstock.text import bare_flag
 
 Kind = Literal["hub", "modelscope", "store", "folder"]
 # What resolves a kind of source.
@@ -56,6 +59,17 @@ class Source(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         front = {"hub": "hf://", "modelscope": "ms://"}.get(self.kind, "")
         return f"{front}{self.name}" + (f"@{self.revision}" if self.revision else "")
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What a fetch may bring: pickled weights where there are no others, Python files; `commit`: no other version."""
+
+    pickles: bool = False
+    code: bool = False
+    commit: str | None = None
+
+
+PLAIN = Wanted()  # weights that run no code, in the version that the source has now
 
 
 class RemoteFile(msgspec.Struct, frozen=True):
@@ -118,7 +132,7 @@ def is_remote(model: str) -> bool:
 
 def runs_code(flags: Mapping[str, object]) -> bool:
     """Whether an engine with these flags runs Python files of the model's author."""
-    return any(flags.get(name) is True for name in ("trust-remote-code", "trust_remote_code"))
+    return any(bare_flag(name) == "trust-remote-code" and value is True for name, value in flags.items())
 
 
 def resolve(source: Source, allow_pickle: bool = False, with_code: bool = False) -> Listing:
@@ -190,18 +204,28 @@ def list_hub(source: Source) -> Listing:
 
 
 def list_folder(source: Source) -> Listing:
-    """The files below a folder of this machine.  Raises UserError for links that leave it."""
+    """The files below a folder of this machine; its commit stands for their names, sizes and times.  Raises UserError
+    for a folder that is not there, and for links that leave it."""
     folder = Path(source.name)
+    if not folder.exists():
+        raise UserError(f'cannot use folder "{folder}": it is not on {socket.gethostname()}')
     if folder.is_file():
-        return Listing(source, "", {folder.name: RemoteFile(folder.stat().st_size, url=str(folder))})
+        return _listed(source, {folder.name: folder})
     paths = [path for path in folder.rglob("*") if path.is_file()]
     for path in paths:
         try:
             hub.check_inside(path, folder)
         except ValueError as exc:
             raise UserError(f'cannot use "{path}": {exc}') from exc
-    found = {str(path.relative_to(folder)): RemoteFile(path.stat().st_size, url=str(path)) for path in paths}
-    return Listing(source, "", found)
+    return _listed(source, {str(path.relative_to(folder)): path for path in paths})
+
+
+def _listed(source: Source, paths: Mapping[str, Path]) -> Listing:
+    facts = {name: path.stat() for name, path in sorted(paths.items())}
+    # Files that penstock itself writes there change nothing.
+    lines = [f"{n} {f.st_size} {f.st_mtime_ns}" for n, f in facts.items() if not _matches(n, _NOT_OURS)]
+    commit = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return Listing(source, commit, {name: RemoteFile(f.st_size, url=str(paths[name])) for name, f in facts.items()})
 
 
 def copy_file(listing: Listing, name: str, part: PartFile) -> None:

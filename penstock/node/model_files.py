@@ -2,72 +2,79 @@
 
 from __future__ import annotations
 
-import os
 import socket
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from penstock.errors import UserError
+from penstock.errors import PenstockError, UserError
 from penstock.models import ModelFacts, demo, fetch, hub, sources
 from penstock.models.files import BUNDLED
+from penstock.models.sources import Source
+from penstock.node.staging import Show, Stage
 from penstock.planner import Plan
 from penstock.spec.deployment import DEMO_MODEL
 
-Show = Callable[[fetch.Progress], None]
 
-
-def on_this_node(plan: Plan, show: Show = lambda _: None) -> Plan:
+def on_this_node(plan: Plan, stage: Stage, show: Show = lambda _: None) -> Plan:
     """The plan with the model's files where this machine has them: it may have been made on another.
 
-    The bundled model is in every copy of penstock; a folder must be at the same path; any other model comes from this
-    machine's own cache, or from its source, in the same revision. `show` gets the progress.  Raises UserError when it
-    is none of these, and PenstockError.
+    The bundled model is in every copy of penstock; a folder must be at the same path, or come from a node that has it;
+    any other model comes from this machine's own cache, other nodes, or its source, in the same revision. `show` gets
+    the progress of what is fetched. Blocks.  Raises PenstockError.
     """
     model = plan.model
     if model.reference == DEMO_MODEL:
         path = str(demo.gguf_file() if model.form == "gguf" else BUNDLED)
-    elif "://" in model.path or Path(model.path).exists():  # the engine reads a URL itself
+    elif "://" in model.path:  # the engine reads a URL itself
         return plan
     elif sources.is_remote(model.reference):
-        path = _fetched(plan, show)
+        path = _fetched(model, stage, show)
+    elif stage.is_for(model.path):
+        path = _copy_here(model.path, stage, show)
+    elif Path(model.path).exists():
+        return plan
     else:
         raise UserError(
             f'cannot find model "{model.reference}": there is no "{model.path}" on {socket.gethostname()}',
-            hint="Put it on a file system that every node has at this path, or use a hub id.",
+            hint="Put it on a file system that every node has at this path, set cache.stage, or use a hub id.",
         )
-    return msgspec.structs.replace(plan, model=msgspec.structs.replace(model, path=path))
-
-
-def _fetched(plan: Plan, show: Show) -> str:
-    """The path on this machine of a model that has another path elsewhere."""
-    model, source = plan.model, sources.parse(plan.model.reference)
-    bring = partial(
-        fetch.fetch,
-        allow_pickle=model.form == "none",  # which the plan's file allowed
-        with_code=sources.runs_code(plan.args),
-        show=show,
-        say=_say,
+    return (
+        plan if path == model.path else msgspec.structs.replace(plan, model=msgspec.structs.replace(model, path=path))
     )
-    place = hub.in_cache(model.path)
+
+
+def _fetched(model: ModelFacts, stage: Stage, show: Show) -> str:
+    """The path of a model that is fetched, and may have another one elsewhere."""
+    if Path(model.path).exists() and not stage.is_for(model.path):
+        return model.path
+    commit: str | None = None
+    source, place = sources.parse(model.reference), hub.in_cache(model.path)
     if source.kind == "hub" and place is not None:
-        source = msgspec.structs.replace(source, revision=place.revision, inside=place.inside or None)
-        # A cache that the file names is the same folder on every node that has it.
-        cache = Path(place.cache) if os.access(place.cache, os.W_OK) else None
-        return str(bring(source, cache=cache) / place.inside)
-    commit, inside = _version(model)
+        inside = place.inside
+        source = msgspec.structs.replace(source, revision=place.revision)
+    else:  # such sources have no versions to ask for
+        commit, inside = _version(model)
     source = msgspec.structs.replace(source, inside=inside or None)
-    return str(bring(source, commit=commit) / inside)
+    here = fetch.found(source)
+    return str(stage.bring(source, str(here or hub.cache()), show, commit) / inside)
 
 
 def _version(model: ModelFacts) -> tuple[str, str]:
     """The folder of a path like .../s3--bucket--name/COMMIT/file.gguf, which names the version, and what follows."""
     path = Path(model.path)
-    folder = path if model.form != "gguf" else next(p for p in path.parents if p.parent.name.count("--"))
+    folder = path if model.form != "gguf" else next(p for p in path.parents if "--" in p.parent.name)
     return folder.name, "" if folder == path else str(path.relative_to(folder))
 
 
-def _say(line: str) -> None:
-    print(f"penstock: {line}", flush=True)
+def _copy_here(path: str, stage: Stage, show: Show) -> str:
+    """The path of the copy of a folder, or of a GGUF file with what goes with it."""
+    inside = Path(path).name if path.endswith(".gguf") else None
+    source = Source("folder", str(Path(path).parent) if inside else path, inside=inside)
+    try:
+        return str(stage.bring(source, path, show) / (inside or ""))
+    except PenstockError as exc:
+        if not stage.is_passing or not Path(path).exists():
+            raise
+        print(f"penstock: the weights are read where they are: {exc.message}", flush=True)
+        return path

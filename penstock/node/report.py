@@ -7,7 +7,7 @@ import time
 
 from penstock import engines
 from penstock.engines import Diagnosis, Seen
-from penstock.models.fetch import Progress as FetchProgress
+from penstock.models.fetch_files import Progress as FetchProgress
 from penstock.node.announcer import Announcer
 from penstock.node.load_choice import Chosen
 from penstock.node.ready_file import ReadyFile
@@ -95,13 +95,18 @@ class ReplicaReport:
         self._times.enter(timed_as or stage, time.monotonic())
         self._seen = Seen(Progress(stage, fraction=0.0))
 
-    def fetching(self, progress: FetchProgress) -> None:
-        """The model's files come to this machine before the engine starts."""
+    def show(self, progress: FetchProgress) -> None:
+        """Announce how far the model's files are."""
         self._times.enter("fetch", time.monotonic())
-        words = ", ".join([f"fetching {progress.done}", *([progress.note] if progress.note else [])])
-        share = progress.n_bytes / progress.total_bytes if progress.total_bytes else 0.0
-        way = Progress(words, bytes_per_s=progress.rate_bytes_per_s, eta_s=progress.left_s, fraction=share)
-        self._seen = Seen(way)
+        fraction = progress.n_bytes / progress.total_bytes if progress.total_bytes else 1.0
+        seen = Progress(
+            f"fetching {progress.done}" + (f", {progress.note}" if progress.note else ""),
+            bytes_per_s=progress.rate_bytes_per_s,
+            eta_s=progress.left_s,
+            fraction=fraction,
+        )
+        self._seen = Seen(seen)
+        self.announce(self.state)
 
     def ready(self, adapters: tuple[str, ...]) -> None:
         self.ready_after_s = round(time.time() - self._started_at, 2)

@@ -15,7 +15,7 @@ import time
 from penstock import engines, processes
 from penstock.engines import Diagnosis, Engine
 from penstock.errors import PenstockError
-from penstock.models.fetch import Progress
+from penstock.models.fetch_files import Progress
 from penstock.node.announcer import AdminClient, Announcer
 from penstock.node.engine_client import EngineClient
 from penstock.node.engine_process import EngineProcess
@@ -149,8 +149,10 @@ class NodeSupervisor:
         if self._report.state != "restarting":
             self._announce("starting")
         try:
-            plan, self._args = self._prerequisites.resolve(self._show_fetch)
+            plan, self._args = self._prerequisites.resolve(self._show)
         except PenstockError as exc:
+            if self.stops:
+                return None
             return Diagnosis(exc.message, exc.hint, is_final=not exc.is_retryable)
         self._report.loading = self._prerequisites.loading
         self._local.use(plan, self._args)
@@ -175,11 +177,11 @@ class NodeSupervisor:
         self._announce("starting")
         return None
 
-    def _show_fetch(self, progress: Progress) -> None:
-        if self.stops:
-            raise PenstockError("stopped while the model was fetched", is_retryable=True)
-        self._report.fetching(progress)
-        self._announce(self._report.state)
+    def _show(self, progress: Progress) -> None:
+        """How far the model's files are, here and on the other nodes."""
+        if self._leader is not None:
+            self._report.nodes = self._leader.preparing()
+        self._report.show(progress)
 
     def _own_address(self) -> str | None:
         """This machine's address as the gateway sees it. Waits for the gateway; None when the node is stopped."""

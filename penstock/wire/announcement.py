@@ -228,11 +228,33 @@ class ReplicaView(msgspec.Struct, frozen=True):
     is_ejected: bool = False
 
 
+class LoadCounts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one gateway has counted since it started, `age_s` seconds ago. `gateway`: another name after each start.
+
+    `arrivals`: requests, with `body_bytes` in their bodies; of those with known usage `known_bytes` held `known_tokens`
+    that no cache had. `output_tokens`: of answers that have ended. `ttft_good` of `ttft_total` streams kept what was
+    promised.
+    """
+
+    gateway: str
+    age_s: float = 0.0
+    arrivals: int = 0
+    body_bytes: int = 0
+    known_bytes: int = 0
+    known_tokens: int = 0
+    output_tokens: int = 0
+    ttft_good: int = 0
+    ttft_total: int = 0
+
+
 class GatewayView(msgspec.Struct, frozen=True):
+    """`counts` has a row for each gateway."""
+
     replicas: tuple[ReplicaView, ...]
     in_flight_total: int
     waiting: int
     requests_total: int
+    counts: tuple[LoadCounts, ...] = ()
 
 
 def engine_key(token: str) -> str:

@@ -145,6 +145,17 @@ class ReplicaTable:
         # Requests in flight are added up with others where a limit counts them.
         self._totals = totals if max_in_flight is not None else None
         self.n_ejections: Counter[str] = Counter()
+        self._expected_at: float | None = None
+        self.failure: str | None = None
+
+    def expect(self, ready_at: float | None, failure: str | None) -> None:
+        """What the controller knows: when the next replica should be ready (monotonic seconds), and why the last start
+        failed."""
+        self._expected_at, self.failure = ready_at, failure
+
+    def _expected_in_s(self, now: float) -> float | None:
+        """None where nothing is expected, or is late."""
+        return self._expected_at - now if self._expected_at is not None and self._expected_at > now else None
 
     def resolve(self, name: str | None) -> str | None:
         """The declared model behind a name, an alias or an adapter; None as name means the only model, if it is one.
@@ -333,27 +344,34 @@ class ReplicaTable:
 
     def coming_words(self, model: str, now: float) -> str:
         """Progress of the replica that is nearest to ready, for people: "loading 45% 12s", or "waiting"."""
-        nearest = self.nearest(model, now)
-        words = ["loading" if nearest is not None else "waiting"]
+        nearest, expected_s = self.nearest(model, now), self._expected_in_s(now)
+        words = ["loading" if nearest is not None else "waiting" if expected_s is None else "starting"]
         progress = nearest.announcement.progress if nearest is not None else None
         if progress is not None:
             if progress.fraction is not None:
                 words.append(f"{min(max(progress.fraction, 0.0), 1.0):.0%}")
             if progress.eta_s is not None:
                 words.append(f"{max(progress.eta_s, 0.0):.0f}s")
+        if expected_s is not None and (progress is None or progress.eta_s is None):
+            words.append(f"{expected_s:.0f}s")
         return " ".join(words)
 
     def waiting(self, model: str, now: float, n_ahead: int) -> Waiting:
         """Why a request that waits for `model` does, behind `n_ahead` others."""
-        nearest = self.nearest(model, now)
-        if nearest is None or self.ready(model, now):
-            return Waiting("queue" if self.ready(model, now) else "waiting", n_ahead)
+        nearest, expected_s = self.nearest(model, now), self._expected_in_s(now)
+        if self.ready(model, now):
+            return Waiting("queue", n_ahead)
+        if nearest is None:
+            if expected_s is None:
+                return Waiting("waiting", n_ahead)
+            return Waiting("starting", n_ahead, eta_s=round(expected_s, 1))
         progress = nearest.announcement.progress or Progress("")
         fraction, eta_s = progress.fraction, progress.eta_s
+        left_s = expected_s if eta_s is None else max(eta_s - (now - nearest.announced_at), 0.0)
         return Waiting(
             *(nearest.announcement.state, n_ahead, progress.shards_done, progress.shards_total),
             fraction=None if fraction is None else round(min(max(fraction, 0.0), 1.0), 3),
-            eta_s=None if eta_s is None else round(max(eta_s - (now - nearest.announced_at), 0.0), 1),
+            eta_s=None if left_s is None else round(left_s, 1),
         )
 
     def announced(self, model: str, now: float) -> list[Replica]:
@@ -372,12 +390,16 @@ class ReplicaTable:
         return "unavailable" if not states else "sleeping" if states == {"sleeping"} else "loading"
 
     def retry_after_s(self, model: str, now: float) -> int:
-        """Seconds after which to ask again: the shortest estimate of a replica on its way, else RETRY_AFTER_S."""
+        """Seconds after which to ask again: the shortest estimate of a replica on its way, else the controller's, else
+        RETRY_AFTER_S."""
         estimates = [
             row.announcement.progress.eta_s - (now - row.announced_at)
             for row in self._coming(model, now)
             if row.announcement.progress is not None and row.announcement.progress.eta_s is not None
         ]
+        expected_s = self._expected_in_s(now)
+        if not estimates and expected_s is not None:
+            estimates = [expected_s]
         return min(max(1, math.ceil(min(estimates))), RETRY_AFTER_S_MAX) if estimates else RETRY_AFTER_S
 
     def _coming(self, model: str, now: float) -> list[Replica]:
