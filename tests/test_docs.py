@@ -77,8 +77,9 @@ NO_MESSAGES = ("penstock/testing/", "penstock/bench/datasets/tokenizers.py")
 # Plain words that module names may use beyond the glossary.
 PLAIN = """
 access addresses admin agent amx announcer answering api archive arguments arrivals autoscale
-blocks board boards body bootstrap bundle
-calibrate calibration capacity catalog changes checks child choice collectives compare compiled completion config
+baselines blocks board boards body bootstrap bundle
+calibrate calibration capacity catalog changes checks child choice collectives compare comparison compiled completion
+config
 conformance connections conversation cost cpu
 dashboard decide dense detached detect doctor driver
 elsewhere ending entry errors estimate event examine exchanges explain export expressions
@@ -91,15 +92,18 @@ leader leftovers levers library lifecycle limits lines link listener live livene
 main manifest manifests markup measured member merge metric middleware monitoring
 modelscope network nvml
 object objects observe offline operations openssh options origins overhead
-pacing packages panel panels parent parse paths placed placement placing plain planning pod pods policies prepare price
+pacing packages panel panels parent parse paths pictures placed placement placing plain planning pod pods policies
+prepare price
 progress prometheus promql proxied published public
 queries queue quota
-ranges rate reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses
+ranges rate reachability reachable reading ready reasons reduce refusals remote rendezvous replay replies report
+responses
 retries rights rope routes rules
-scale scaling scheduling schema screen script server service services sessions settings setup shared site snapshot snippet
+scale scaling scheduling schema scores screen script server service services sessions settings setup shared simulate
+simulator site snapshot snippet
 solve source sse startup
 static statistics stats status stop store strategic structs supervisor svg sweep sync synthetic
-tab terminal theme timestamps top topology totals traffic tunnel tunnels
+tab terminal theme timestamps top topology totals traces traffic tunnel tunnels
 ui unit upstream upstreams
 validity versions view vision volume
 waiting
