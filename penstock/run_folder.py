@@ -10,6 +10,7 @@
       gateway/                     only where the target places the gateway: address.json says where it is
       handle.json                  what the target needs to find its work again
       desired.json state.json      what should be, and what the controller last saw
+      scaling.json samples.jsonl   what the autoscaler remembers, and what it saw, one JSON a second
       events.jsonl logs/           what happened, one JSON a line; the output of every part
 
 A folder appears whole, by one rename. Every file is replaced by rename, so a reader never sees half of one.
@@ -36,10 +37,11 @@ from penstock.log_lines import append_line, file_lines, kept_lines, older
 from penstock.paths import folder, home, is_full, overwrite, write_atomically
 from penstock.planner import Plan
 from penstock.spec import reading
-from penstock.spec.deployment import Deployment, is_legal_name
+from penstock.spec.deployment import Cache, Deployment, is_legal_name
 from penstock.text import KIB, MIB
 from penstock.wire.announcement import Announcement, GatewayAddress, Process, Restart, engine_key, scrape_key
 from penstock.wire.live import Event
+from penstock.wire.scaling import Scaling
 
 Phase = Literal["starting", "ready", "degraded", "failed", "stopping", "down"]
 Kind = Literal["replica", "gateway", "controller", "ui"]
@@ -110,11 +112,20 @@ class Handle(msgspec.Struct, frozen=True):
         return {unit_of(key).name: facts for key, facts in self.units.items() if unit_of(key).kind == "replica"}
 
 
+class Order(msgspec.Struct, frozen=True):
+    """What all replicas shall do once, from the user, at that time (Unix seconds)."""
+
+    word: Literal["sleep", "wake"]
+    at: float
+
+
 class Desired(msgspec.Struct, frozen=True):
-    """desired.json: what the user last asked for."""
+    """desired.json: what the user last asked for. Where the load decides, `replicas` counts while it `is_pinned`."""
 
     state: Literal["up", "down"]
     replicas: int
+    order: Order | None = None
+    is_pinned: bool = False
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -136,11 +147,9 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
-    """One replica as last seen: its announcement, its placement, and what the gateway adds.
-
-    `restarts` joins the engine's (announced by the node) and the node's own (seen by the controller), newest last.
-    `starts_at` is a queue's estimate, `ends_at` when its machines are taken away (Unix seconds).
-    """
+    """One replica as last seen: its announcement, its placement, and what the gateway adds. `restarts` joins the
+    engine's (announced by the node) and the node's own (seen by the controller), newest last. `starts_at` is a
+    queue's estimate, `ends_at` when its machines are taken away (Unix seconds)."""
 
     replica: str
     state: str
@@ -168,6 +177,7 @@ class State(msgspec.Struct, frozen=True):
     reason: str | None = None
     prometheus: Part | None = None
     ui: Part | None = None
+    scaling: Scaling | None = None
 
 
 class Run:
@@ -188,6 +198,7 @@ class Run:
         self.gateway_folder = path / "gateway"  # only where the target places the gateway, which may then move
         self.gateway_address_file = self.gateway_folder / "address.json"
         self.prometheus_folder = path / "prometheus"  # its configuration and its data, with `observe.prometheus`
+        self.scaling_file, self.samples_file = path / "scaling.json", path / "samples.jsonl"
         self.ui_config, self.ui_folder = path / "ui.json", path / "ui"  # with `ui`
 
     def places(self, kind: Kind) -> bool:
@@ -362,9 +373,7 @@ def _decoded(lines: Sequence[bytes]) -> Iterator[Event]:
 def reachable(listen: str) -> str:
     """An address that a client on this machine can use: 0.0.0.0:80 becomes 127.0.0.1:80, ::1:80 becomes [::1]:80."""
     host, _, port = listen.rpartition(":")
-    host = host.strip("[]")
-    if host in ("0.0.0.0", "::"):
-        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host.strip("[]"), host.strip("[]"))
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -477,7 +486,7 @@ def _fill(run: Run, draft: Draft, now: float) -> None:
         write_atomically(run.artifact_path / name, text.encode())
     config = msgspec.json.format(msgspec.json.encode(draft.gateway), indent=2)
     write_atomically(run.gateway_config, config, mode=0o600)
-    run.write_desired(Desired("up", deployment.replicas.min))
+    run.write_desired(Desired("up", deployment.replicas.first))
     run.write_handle(Handle(deployment.target))
     run.events_file.touch()
 
@@ -572,6 +581,7 @@ class Launch(msgspec.Struct, frozen=True):
     `announce_urls`: the gateway's admin address as a node may reach it; the first that answers is used.
     `announce_file`: where a placed gateway, which can move, writes that address (GatewayAddress); nodes read it again.
     `listen`: whether the engine listens on loopback, or with a key on the address that the gateway reaches.
+    `cache`: as in the file. `is_spread`: other machines may bring the same model.
     """
 
     deployment: str
@@ -581,3 +591,10 @@ class Launch(msgspec.Struct, frozen=True):
     lease_s: float = 6.0
     listen: Listen = "loopback"
     announce_file: str | None = None
+    cache: Cache = Cache()
+    is_spread: bool = False
+
+    @property
+    def engines_need_key(self) -> bool:
+        """Those that others reach, and those that sleep: the routes for it run any method of the engine."""
+        return self.listen == "network" or self.plan.sleep is not None

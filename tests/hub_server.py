@@ -35,8 +35,8 @@ def lfs(name: str, body: bytes) -> dict[str, dict[str, Any]]:
 class HubServer(ThreadingHTTPServer):
     """One repository, `files` by name. `asked`: methods and paths; `ranges`: names and first bytes of ranges.
 
-    `cut`: a file of which only so many bytes come. `is_open`: until it is set, whole files of weights wait. `token`:
-    without it nothing is told.
+    `cut`: a file of which only the first so many bytes come. `is_open`: until it is set, whole files of weights wait.
+    `token`: without it nothing is told.
     """
 
     daemon_threads = True
@@ -100,7 +100,9 @@ class _Handler(BaseHTTPRequestHandler):
                 if wanted:  # the header of a file of weights, for a plan, or the rest of a file
                     hub.ranges.append((name, int(wanted[1])))
                     last = int(wanted[2]) if wanted[2] else len(body) - 1
-                    return self._send(206, body[int(wanted[1]) : last + 1], headers)
+                    headers["Content-Range"] = f"bytes {int(wanted[1])}-{last}/{len(body)}"
+                    cut = max(0, hub.cut[name] - int(wanted[1])) if name in hub.cut else None
+                    return self._send(206, body[int(wanted[1]) : last + 1], headers, cut)
                 if self.command == "GET" and name.endswith(".safetensors"):
                     hub.is_open.wait(60)
                 return self._send(200, body, headers, hub.cut.get(name))

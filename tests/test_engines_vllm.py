@@ -16,7 +16,7 @@ from gateway_rig import CHAT, TOKEN, echo, rig_with
 from samples import DEMO, LLAMA_70B, cpu_machine, demo_plan, deployment, gpu_machine
 
 from penstock import engines
-from penstock.engines import KEY_VARIABLE, Command, Place, Seen
+from penstock.engines import KEY_VARIABLE, Call, Command, Place, Seen
 from penstock.engines.vllm import names
 from penstock.engines.vllm.engine import Vllm, pass_through
 from penstock.engines.vllm.key_middleware import RequireKey
@@ -115,6 +115,46 @@ def test_its_spans_go_to_the_collector_of_the_gateway(monkeypatch: pytest.Monkey
     assert flag_value(plan, flag) is None
     assert "spans are left out" in VLLM.warnings(plan)[0]
     assert flag_value(cpu_plan(), flag) is None
+
+
+def cuda_plan(**engine: Any) -> Plan:
+    wanted = msgspec.structs.replace(TP4, engine=deployment(engine=engine).engine)
+    return launch.make_on_gpus(wanted, LLAMA_70B, gpu_machine(4), "0.33.0", 1, Sized(not_modelled="it is dense"))
+
+
+def test_sleep_opens_its_routes_and_wakes_from_level_2_with_the_weights_before_the_cache() -> None:
+    plan = cuda_plan(sleep={"after_s": 900})
+    command = VLLM.command(plan, PLACE)
+    assert "--enable-sleep-mode" in command.argv
+    assert command.env["VLLM_SERVER_DEV_MODE"] == "1"
+    assert (
+        VLLM.command(cuda_plan(sleep={}, args={"enable_sleep_mode": True}), PLACE).argv.count("--enable-sleep-mode")
+        == 1
+    )
+    assert "VLLM_SERVER_DEV_MODE" not in VLLM.command(cuda_plan(), PLACE).env
+    assert [call.path for call in VLLM.sleep_calls(1)] == ["/sleep?level=1&mode=wait"]
+    assert VLLM.wake_calls(1) == (Call("/wake_up"),)
+    assert [call.path for call in VLLM.wake_calls(2)] == [
+        *("/wake_up?tags=weights", "/collective_rpc", "/wake_up?tags=kv_cache", "/reset_prefix_cache"),
+    ]
+    assert VLLM.wake_calls(2)[1].body == {"method": "reload_weights"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (cuda_plan(sleep={"level": 2}), None),
+        (cuda_plan(sleep={}, args={"load-format": "dummy"}), None),
+        (cuda_plan(sleep={"level": 2}, load="sharded_state"), "cannot load the weights again"),
+        (cuda_plan(sleep={}, args={"load_format": "ipc_cache"}), "another process holds the weights"),
+        (cpu_plan(engine={"sleep": {}}), "on GPUs alone"),
+        (msgspec.structs.replace(cuda_plan(sleep={}), n_nodes=2), "over 2 nodes"),
+        (msgspec.structs.replace(cuda_plan(sleep={}), engine_version="0.29.1"), "older than 0.30"),
+    ],
+)
+def test_what_cannot_sleep_says_why(plan: Plan, why: str | None) -> None:
+    said = VLLM.why_sleepless(plan)
+    assert said == why if why is None or said is None else why in said
 
 
 def test_arguments_pass_through() -> None:

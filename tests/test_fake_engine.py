@@ -211,6 +211,38 @@ def test_every_metric_is_one_of_recorded_vllm_with_its_type_labels_and_buckets()
     assert edges[0] == edges[1]
 
 
+def test_it_sleeps_and_wakes_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    with in_thread(replace(INSTANT, enable_sleep_mode=True)) as closed:
+        assert exchange(closed, "POST", "/sleep?level=1&mode=wait")[0] == 404, "only in the development mode"
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    with in_thread(replace(INSTANT, enable_sleep_mode=True)) as engine:
+
+        def post_to(path: str, body: str | None = None) -> tuple[int, Any]:
+            status, answer = exchange(engine, "POST", path, body)
+            return status, json.loads(answer)
+
+        assert post_to("/sleep?level=2&mode=wait") == (200, {"status": "sleeping", "level": 2})
+        assert json.loads(exchange(engine, "GET", "/is_sleeping")[1]) == {"is_sleeping": True}
+        states = {
+            name: value
+            for name, value in series(exchange(engine, "GET", "/metrics")[1].decode()).items()
+            if "sleep" in name
+        }
+        assert sorted(states.values()) == [0, 0, 1]
+        assert [value for name, value in states.items() if "discard_all" in name] == [1]
+        assert post_to("/wake_up?tags=weights")[1]["status"] == "sleeping"
+        with pytest.raises(HttpError, match="dropped"):
+            Client(engine.url).chat(HI)
+        assert post_to("/collective_rpc", '{"method": "reload_weights"}')[0] == 200
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(Client(engine.url).chat, HI, max_tokens=3)
+            assert eventually(engine, lambda: engine.metrics.n_waiting == 1)
+            assert post_to("/wake_up?tags=kv_cache")[1]["status"] == "awake"
+            assert waiting.result(5).text == expected_text("tell me a story", 3)
+    with in_thread(INSTANT) as without:
+        assert exchange(without, "POST", "/sleep?level=1&mode=wait")[0] == 500
+
+
 def eventually(engine: InThread, is_so: Callable[[], bool]) -> bool:
     """Gives the engine's loop up to 200 turns until `is_so`; reads no clock."""
     for _ in range(200):

@@ -87,7 +87,7 @@ def test_wrong_bytes_are_fetched_again_and_never_kept(served: HubServer, tmp_pat
         fetch_files.FilesFetch(listing, fetch_files.Layout(tmp_path)).run(lambda _: None)
     assert not (tmp_path / "a.safetensors").exists() and not list(tmp_path.rglob("*.incomplete"))
     served.files["a.safetensors"] = b"a" * 99
-    with pytest.raises(PenstockError, match="the hub says 99 bytes, and its list of files 100"):
+    with pytest.raises(PenstockError, match="the server has 99 bytes, and the list of files says 100"):
         fetch_files.FilesFetch(listing, fetch_files.Layout(tmp_path)).run(lambda _: None)
     served.files["a.safetensors"] = FILES["a.safetensors"]
     assert manifest.verify(fetch.fetch(SOURCE, tmp_path)) == []
@@ -181,8 +181,8 @@ def test_unsafe_names_of_a_hub_are_refused(served: HubServer, tmp_path: Path) ->
 
 
 def test_the_hub_s_wish_to_wait_is_read() -> None:
-    assert hub._wait_s({"ratelimit": '"api";r=0;t=55'}) == 55 and hub._wait_s({"Retry-After": "7"}) == 7
-    assert hub._wait_s({"ratelimit": '"api";r=9;t=55'}) is None
+    assert hub.wait_s({"ratelimit": '"api";r=0;t=55'}) == 55 and hub.wait_s({"Retry-After": "7"}) == 7
+    assert hub.wait_s({"ratelimit": '"api";r=9;t=55'}) is None
 
 
 def test_one_fetches_and_another_waits_until_it_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

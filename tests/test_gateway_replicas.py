@@ -66,6 +66,40 @@ def test_only_ready_replicas_get_traffic() -> None:
         assert ready_names(table, 0) == "", state
 
 
+def test_a_sleeping_replica_is_woken_for_requests_and_by_order_one_at_a_time() -> None:
+    table = table_of("ab")
+    table.order("a", "sleep")
+    assert (table.order_of("a"), table.order_of("b")) == ("sleep", None)
+    announce(table, 1, "a", state="sleeping")
+    assert table.order_of("a") is None, "it obeyed"
+    assert table.sleeper("demo", 1, 0) is None
+    assert table.sleeper("demo", 1, 1) is row(table, "a"), "requests wait although b is ready"
+    announce(table, 1, "b", load=EngineLoad(8, 2))
+    assert table.sleeper("demo", 1, 0) is row(table, "a"), "they wait in the engine"
+    announce(table, 1, "b", state="sleeping")
+    assert (table.model_state("demo", 1), ready_names(table, 1)) == ("sleeping", "")
+    table.order("b", "sleep")
+    assert table.order_of("b") is None, "it sleeps already"
+    table.order("a", "wake")
+    assert table.order_of("a") == "wake"
+    announce(table, 2, "a", state="waking")
+    assert table.order_of("a") is None
+    assert (table.sleeper("demo", 2, 5), table.model_state("demo", 2)) == (None, "loading")
+    announce(table, 3, "a")
+    assert table.sleeper("demo", 3, 0) is None
+    announce(table, 4, "a", state="sleeping")
+    table.drain("a")
+    assert table.sleeper("demo", 4, 1) is row(table, "b")
+
+
+def test_a_request_that_slipped_through_wakes_the_replica_that_has_it() -> None:
+    table = table_of("ab")
+    slipped = table.begin("demo", 1, RoutingHints(replica="b"))
+    for name in "ab":
+        announce(table, 2, name, state="sleeping")
+    assert slipped is table.sleeper("demo", 2, 0)
+
+
 def test_request_in_flight_survives_lease_and_forget() -> None:
     table = table_of("a", lease_s=10)
     replica = table.begin("demo", now=1)

@@ -14,6 +14,7 @@ import pytest
 
 from penstock.errors import PenstockError, UserError
 from penstock.models import modelscope, sources
+from penstock.models.part_file import PartFile
 
 TENSORS = bytes(range(256)) * 4
 FILES = {"config.json": b"{}", "model.safetensors": TENSORS, "README.md": b"words"}
@@ -59,6 +60,8 @@ class _Handler(BaseHTTPRequestHandler):
         if site.obeys_ranges and "Range" in self.headers:
             begin = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
         length = {"Content-Length": str(len(data) - begin)}
+        if begin:
+            length["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
         return self._send(206 if begin else 200, data[begin : begin + site.cut], length)
 
     def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
@@ -98,14 +101,15 @@ def test_a_repository_is_listed_with_sizes_and_hashes(sites: tuple[Site, Site]) 
 
 @pytest.mark.parametrize("obeys_ranges", [True, False])
 def test_a_file_that_was_cut_is_continued(sites: tuple[Site, Site], tmp_path: Path, obeys_ranges: bool) -> None:
-    listing, part, pieces = sources.resolve(SOURCE), tmp_path / "part", list[int]()
+    listing, pieces = sources.resolve(SOURCE), list[int]()
+    part = PartFile(tmp_path / "part", pieces.append)
     sites[0].cut, sites[0].obeys_ranges = 100, obeys_ranges
     with pytest.raises(PenstockError) as caught:
-        modelscope.fetch_file(listing, "model.safetensors", part, pieces.append)
-    assert caught.value.is_retryable and part.stat().st_size == sum(pieces) == 100
+        modelscope.fetch_file(listing, "model.safetensors", part)
+    assert caught.value.is_retryable and part.n_bytes == sum(pieces) == 100
     sites[0].cut = len(TENSORS)
-    modelscope.fetch_file(listing, "model.safetensors", part, pieces.append)
-    assert part.read_bytes() == TENSORS and sum(pieces) == 1024
+    modelscope.fetch_file(listing, "model.safetensors", part)
+    assert part.path.read_bytes() == TENSORS and sum(pieces) == 1024
     assert sites[0].asked[-1][1] == "bytes=100-"
 
 
@@ -113,7 +117,7 @@ def test_the_token_does_not_follow_to_another_host(sites: tuple[Site, Site], tmp
     site, other = sites
     listing = sources.resolve(SOURCE)
     site.elsewhere = other.url
-    modelscope.fetch_file(listing, "config.json", tmp_path / "part", lambda _: None)
+    modelscope.fetch_file(listing, "config.json", PartFile(tmp_path / "part"))
     assert (tmp_path / "part").read_bytes() == b"{}"
     assert site.asked[-1][2] == "Bearer hidden" and [row[2] for row in other.asked] == [None]
 
@@ -130,6 +134,6 @@ def test_what_the_site_refuses_is_explained(sites: tuple[Site, Site], monkeypatc
         sources.resolve(SOURCE)
     assert busy.value.is_retryable
     monkeypatch.setattr(modelscope, "endpoint", lambda: "http://127.0.0.1:9")
-    with pytest.raises(PenstockError, match="it was not reached") as unreached:
+    with pytest.raises(PenstockError, match=r"the connection to .* failed") as unreached:
         sources.resolve(SOURCE)
     assert unreached.value.is_retryable

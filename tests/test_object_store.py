@@ -16,6 +16,7 @@ from object_server import ObjectServer
 from penstock.errors import PenstockError, UserError
 from penstock.models import kept, manifest, object_store, sources
 from penstock.models.fetch import fetch
+from penstock.models.part_file import PartFile
 
 TENSORS = bytes(range(256)) * 4
 OBJECTS = {
@@ -75,33 +76,35 @@ def test_hashes_come_from_the_manifest_next_to_the_files(store: ObjectServer) ->
 
 
 def test_a_file_comes_in_ranges_after_what_is_there(store: ObjectServer, tmp_path: Path) -> None:
-    listing, part, pieces = sources.resolve(SOURCE), tmp_path / "part", list[int]()
-    part.write_bytes(TENSORS[:100])
-    object_store.fetch_file(listing, "model.safetensors", part, pieces.append)
-    assert part.read_bytes() == TENSORS and pieces == [300, 300, 300, 24]
+    listing, path, pieces = sources.resolve(SOURCE), tmp_path / "part", list[int]()
+    path.write_bytes(TENSORS[:100])
+    part = PartFile(path, pieces.append)
+    object_store.fetch_file(listing, "model.safetensors", part)
+    assert path.read_bytes() == TENSORS and pieces == [300, 300, 300, 24]
+    assert part.sha256 == hashlib.sha256(TENSORS).hexdigest()
     assert store.ranges == [
         f"GET team/tiny/model.safetensors bytes={first}-{min(first + 299, 1023)}" for first in (100, 1000, 400, 700)
     ]
-    object_store.fetch_file(listing, "model.safetensors", part, pieces.append)
-    assert part.read_bytes() == TENSORS and len(pieces) == 4
+    object_store.fetch_file(listing, "model.safetensors", part)
+    assert path.read_bytes() == TENSORS and len(pieces) == 4
 
 
 def test_a_file_that_is_changed_meanwhile_is_not_mixed(store: ObjectServer, tmp_path: Path) -> None:
     listing = sources.resolve(SOURCE)
     store.objects["team/tiny/model.safetensors"] = TENSORS[::-1]
     with pytest.raises(UserError, match="a file was changed while it was fetched"):
-        object_store.fetch_file(listing, "model.safetensors", tmp_path / "part", lambda _: None)
+        object_store.fetch_file(listing, "model.safetensors", PartFile(tmp_path / "part"))
     assert (tmp_path / "part").read_bytes() == b""
 
 
 def test_a_store_that_fails_is_asked_again_by_the_fetch(store: ObjectServer, tmp_path: Path) -> None:
-    listing, part = sources.resolve(SOURCE), tmp_path / "part"
+    listing, part = sources.resolve(SOURCE), PartFile(tmp_path / "part")
     store.n_failures = 1
     with pytest.raises(PenstockError, match="did not answer as expected") as caught:
-        object_store.fetch_file(listing, "model.safetensors", part, lambda _: None)
+        object_store.fetch_file(listing, "model.safetensors", part)
     assert caught.value.is_retryable
-    object_store.fetch_file(listing, "model.safetensors", part, lambda _: None)
-    assert part.read_bytes() == TENSORS
+    object_store.fetch_file(listing, "model.safetensors", part)
+    assert part.path.read_bytes() == TENSORS
 
 
 def test_what_the_store_refuses_is_explained(store: ObjectServer) -> None:

@@ -84,14 +84,10 @@ def test_what_this_version_or_its_target_does_not_do_is_refused_together() -> No
         gateway={"on": "job", "auth": "keys"},
     )
     local, slurm = targets.load("local"), targets.load("slurm")
-    later = [
-        "replicas.max: this version has no autoscaling yet "
-        "(set replicas to a number, and change it with `penstock scale`)",
-    ]
-    assert list(map(str, preflight.unsupported(wanted, slurm))) == later
+    assert preflight.unsupported(wanted, slurm) == []
     on_job = 'gateway.on: "job", but target local places no gateway (remove it)'
-    assert list(map(str, preflight.unsupported(wanted, local))) == [on_job, *later]
-    for replicas in (0, 1, 3, {"min": 0, "max": 1}):
+    assert list(map(str, preflight.unsupported(wanted, local))) == [on_job]
+    for replicas in (0, 1, 3, {"min": 0, "max": 1}, {"min": 1, "max": 3}):
         assert preflight.unsupported(deployment(replicas=replicas), local) == []
 
 

@@ -136,7 +136,7 @@ class Admin:
     def __init__(self, on_post: Callable[[dict[str, Any]], None]) -> None:
         self._on_post = on_post
 
-    def post_json(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def post_all(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         self._on_post(body)
         raise PenstockError("down")
 
@@ -150,7 +150,7 @@ def test_an_announcement_carries_the_readings_of_its_moment_and_they_are_no_chan
         done.set()
         threading.Event().wait()
 
-    announcer = Announcer(Admin(on_post), lambda: None, lambda: (HERE,))  # type: ignore[arg-type]
+    announcer = Announcer(Admin(on_post), lambda _: None, lambda: (HERE,))  # type: ignore[arg-type]
     announcer.announce(told("0"))
     announcer.start()
     assert done.wait(5)

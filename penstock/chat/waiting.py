@@ -13,6 +13,8 @@ _STAGES: Final = {
     "loading": "loading",
     "warming": "warming up",
     "restarting": "restarting",
+    "sleeping": "waking up",
+    "waking": "waking up",
 }
 
 

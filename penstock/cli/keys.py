@@ -108,7 +108,8 @@ def register_usage(parser: argparse.ArgumentParser) -> None:
 
 def address_and_key(run: Run) -> tuple[str, str | None]:
     """Where and with which key the deployment's owner asks it. Raises UserError where no replica would answer."""
-    if run.desired().replicas == 0:
+    desired = run.desired()
+    if desired.replicas == 0 and (desired.is_pinned or not run.deployment().replicas.follows_load):
         message = f'cannot ask deployment "{run.name}": it has no replica'
         raise UserError(message, hint=f"penstock scale {run.name} 1")
     return run.url, owner_key(run)

@@ -77,10 +77,12 @@ def register_logs(parser: argparse.ArgumentParser) -> None:
 
 
 def register_scale(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("words", nargs="+", metavar="[NAME] N", help="the deployment, and how many replicas")
+    parser.add_argument("words", nargs="+", metavar="[NAME] N|auto", help="the deployment, and how many replicas")
     parser.add_argument("--no-wait", action="store_true", help="return at once")
     arguments.add_json(parser)
-    arguments.complete(parser, _scale, ("penstock scale 3", "penstock scale qwen 0 --no-wait"))
+    arguments.complete(
+        parser, _scale, ("penstock scale 3", "penstock scale qwen 0 --no-wait", "penstock scale qwen auto")
+    )
 
 
 def register_down(parser: argparse.ArgumentParser) -> None:
@@ -284,8 +286,10 @@ def _scale(options: argparse.Namespace) -> int:
     from penstock.deployment import scale as deployment_scale
 
     *names, number = options.words
+    if number == "auto" and len(names) <= 1:
+        return _scale_by_load(run_folder.choose(names[0] if names else None), options.json)
     if len(names) > 1 or not (number.isascii() and number.isdigit() and len(number) <= 4):
-        hint = "penstock scale [NAME] N, with N a number of replicas"
+        hint = "penstock scale [NAME] N, with N a number of replicas, or auto"
         raise UserError(f'cannot scale to "{arguments.shortened(number)}"', hint=hint)
     run, n_replicas = run_folder.choose(names[0] if names else None), int(number)
     deployment_scale.scale(run, n_replicas)
@@ -296,6 +300,18 @@ def _scale(options: argparse.Namespace) -> int:
         print_json({"event": "scaled", "name": run.name, "replicas": n_replicas})
     else:
         print(f"{run.name} has {n_replicas} replica{'s' if n_replicas != 1 else ''}")
+    return 0
+
+
+def _scale_by_load(run: Run, is_json: bool) -> int:
+    from penstock.deployment import scale as deployment_scale
+
+    deployment_scale.scale(run, None)
+    least, most = run.deployment().replicas.min, run.deployment().replicas.max
+    if is_json:
+        print_json({"event": "scaled", "name": run.name, "replicas": "auto", "min": least, "max": most})
+    else:
+        print(f"{run.name} follows its load: {least} to {most} replicas")
     return 0
 
 

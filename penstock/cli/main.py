@@ -59,7 +59,13 @@ VERBS = {
     "requests": Verb("list the slowest requests and where their time went, or the newest", "requests:register"),
     "metrics": Verb("ask a deployment's Prometheus, list alerts, or print its pages of metrics", "metrics:register"),
     "scale": Verb("change the number of replicas; removed replicas finish their requests", "lifecycle:register_scale"),
-    "autoscale": Verb("try the policy that sets the number of replicas", "autoscale:register"),
+    "autoscale": Verb(
+        "show why there are so many replicas; try the policy on samples and traces", "autoscale:register"
+    ),
+    "sleep": Verb(
+        "free the GPU memory of a deployment and keep its engines; a request wakes it", "sleep:register_sleep"
+    ),
+    "wake": Verb("wake a deployment that sleeps", "sleep:register_wake"),
     "down": Verb("end a deployment; requests in flight finish first", "lifecycle:register_down"),
     "clean": Verb("find what ended deployments left; removes nothing without --yes", "lifecycle:register_clean"),
     "gateway": Verb("serve engines that already run, on one address", "gateway:register"),

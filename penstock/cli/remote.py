@@ -28,8 +28,8 @@ _THROUGH_TUNNEL = ("chat", "bench serve")
 _HELD = ("tunnel", "dashboard", "ui")  # hold a tunnel open until Ctrl-C
 _IN_STORE = ("keys", "usage")
 _BY_FLAG = ("metrics", *_IN_STORE)  # name their deployment by --deployment
-_WATCHING = ("top", "events", "requests", "metrics")
-_WITH_NAME = ("status", "logs", "down", "scale", *_HELD, *_IN_STORE, *_THROUGH_TUNNEL, *_WATCHING)
+_WATCHING = ("top", "events", "requests", "metrics", "autoscale explain")
+_WITH_NAME = ("status", "logs", "down", "scale", "sleep", "wake", *_HELD, *_IN_STORE, *_THROUGH_TUNNEL, *_WATCHING)
 _FLAGS = ("replace", "dry_run", "no_wait", "quick", "json")
 
 _ENDS = (signal.SIGINT, signal.SIGTERM)

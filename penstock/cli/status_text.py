@@ -22,6 +22,7 @@ from penstock.run_folder import Part, ReplicaStatus, Run, State
 from penstock.spec.blocks import SHARED
 from penstock.text import printable, show_bytes, show_seconds, show_usd
 from penstock.wire.announcement import Progress, Restart
+from penstock.wire.scaling import Scaling
 
 if TYPE_CHECKING:
     from penstock.deployment.preflight import Finding
@@ -157,6 +158,7 @@ def list_text(rows: Sequence[tuple[Run, State]]) -> str:
 def status_text(run: Run, state: State, now: float) -> str:
     plan, cost = run.plan(), observe.cost_usd(run)
     facts = [
+        *([] if state.scaling is None else [("replicas", scaling_words(state.scaling))]),
         ("model", f"{plan.model.reference} on {plan.engine} {plan.engine_version} ({plan.device})"),
         ("address", _address(run)),
         ("requests", f"{state.requests_total} served since its gateway started"),
@@ -168,7 +170,11 @@ def status_text(run: Run, state: State, now: float) -> str:
         *_kv_cache_facts(plan, state),
     ]
     lines = [f"{run.name} is {state.phase}" + (f": {state.reason}" if state.reason else "")]
-    if state.phase == "ready" and not state.desired_replicas:
+    if state.phase == "ready" and _sleeps(state):
+        lines = [f"{run.name} sleeps; a request wakes it, or: {command_name()} wake {run.name}"]
+    if state.phase == "ready" and not state.desired_replicas and state.scaling and not state.scaling.is_pinned:
+        lines = [f"{run.name} has no replica: the next request starts one"]
+    elif state.phase == "ready" and not state.desired_replicas:
         lines = [f"{run.name} has no replica; start one: {command_name()} scale {run.name} 1"]
     lines += [table(facts, indent=2), ""]
     rows = [_part_row("controller", state.controller), _part_row("gateway", state.gateway)]
@@ -187,6 +193,20 @@ def status_text(run: Run, state: State, now: float) -> str:
     if state.controller.state == "gone" and state.phase not in ("down", "failed", "stopping"):
         lines += ["", f"the controller is gone: nothing is restarted until `{command_name()} up` starts it again"]
     return "\n".join(lines)
+
+
+def scaling_words(scaling: Scaling) -> str:
+    """ "2 of 1..5: load 1.30 replicas", or "3 (pinned)"."""
+    if scaling.is_pinned:
+        return f"{scaling.replicas} (pinned)"
+    words = f"{scaling.replicas} of {scaling.least}..{scaling.most}"
+    words += f": {scaling.reason}" if scaling.reason else ""
+    return words + (f"; {scaling.failure}" if scaling.failure else "")
+
+
+def _sleeps(state: State) -> bool:
+    states = {replica.state for replica in state.replicas}
+    return "sleeping" in states and states <= {"sleeping", "failed"}
 
 
 def _kv_cache_facts(plan: Plan, state: State) -> list[tuple[str, str]]:

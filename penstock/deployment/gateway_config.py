@@ -40,7 +40,7 @@ def make(run: Run, deployment: Deployment, plan: Plan, addresses: Addresses, eng
         admin_token_file=str(run.admin_token_file),
         models=(ServedModel(names[0], tuple(names[1:])),),
         auth=spec.auth,
-        engines_need_key=engines_need_key,
+        engines_need_key=engines_need_key or plan.sleep is not None,
         prices={} if spec.price is None else {names[0]: spec.price},
         deployment=deployment.name,
         slo=Slo(deployment.workload.ttft_ms, deployment.workload.tpot_ms),

@@ -18,9 +18,10 @@ from penstock.planner import Plan
 from penstock.planner.memory.measured import Difference, difference
 from penstock.run_folder import Desired, Part, Phase, ReplicaStatus, Run, State, Unit, order
 from penstock.targets import Placement
-from penstock.wire.announcement import Announcement, EngineLoad, GatewayView, ReplicaView, Restart
+from penstock.wire.announcement import SERVING, Announcement, EngineLoad, GatewayView, ReplicaView, Restart
 from penstock.wire.client import Client
 from penstock.wire.gateways import ask_each, clients, joined
+from penstock.wire.scaling import Scaling
 
 _TIMEOUT_S = 2.0
 _FRESH_S = 5.0
@@ -119,8 +120,13 @@ def admin_view(run: Run) -> GatewayView | None:
         return None
 
 
-def summarise(desired: Desired, seen: Observation, history: History, now: float) -> State:
-    """The state of a deployment from one look. Pure; `now` in Unix seconds."""
+def summarise(
+    desired: Desired, seen: Observation, history: History, now: float, scaling: Scaling | None = None
+) -> State:
+    """The state of a deployment from one look. Pure; `now` in Unix seconds. `scaling` has the number of replicas where
+    that follows the load."""
+    if scaling is not None:
+        desired = msgspec.structs.replace(desired, replicas=scaling.replicas)
     rows = {row.announcement.replica: row for row in (seen.view.replicas if seen.view else ())}
     placements = {unit.name: placement for unit, placement in seen.placements.items() if unit.kind == "replica"}
     names = sorted({*placements, *history.failed, *history.refused}, key=lambda name: (len(name), name))
@@ -157,7 +163,7 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
     )
     return State(
         observed_at=round(now, 3),
-        phase=_phase(desired, [row for row in replicas if not _is_old(row, now)], seen, history.was_ready),
+        phase=_phase(desired, [row for row in replicas if not _is_old(row, now)], seen, history.was_ready, scaling),
         desired_replicas=desired.replicas,
         replicas=tuple(replicas),
         controller=history.controller,
@@ -166,6 +172,7 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
         ui=_page(seen, history.ui),
         requests_total=seen.view.requests_total if seen.view else 0,
         reason=next((replica.reason for replica in replicas if replica.state == "failed"), None),
+        scaling=scaling,
     )
 
 
@@ -207,7 +214,7 @@ def _replica_state(
     why = announcement.reason if announcement is not None else None
     heard = announcement.state if announcement is not None and row is not None and row.is_alive else None
     if placement.state == "broken":  # its first node may be alive, and says more
-        return heard if heard and heard != "ready" else "broken", why
+        return heard if heard and heard not in SERVING else "broken", why
     if placement.state != "placed":
         return placement.state, why
     if row is not None and is_silent(row, placement, now):
@@ -222,11 +229,18 @@ def _is_old(row: ReplicaStatus, now: float) -> bool:
     return row.ends_at is not None and row.ends_at <= now
 
 
-def _phase(desired: Desired, replicas: list[ReplicaStatus], seen: Observation, has_been_ready: bool) -> Phase:
+def _phase(
+    desired: Desired, replicas: list[ReplicaStatus], seen: Observation, has_been_ready: bool, scaling: Scaling | None
+) -> Phase:
+    """Where the number follows the load it is "ready" with the least: more are on their way. One that wakes starts."""
     if desired.state == "down":
         return "stopping" if replicas or seen.gateway.state == "running" else "down"
-    n_ready = sum(replica.state == "ready" for replica in replicas)
-    if n_ready >= desired.replicas and seen.view is not None:
+    n_ready = sum(replica.state in SERVING for replica in replicas)
+    n_least = desired.replicas
+    if scaling is not None and not scaling.is_pinned:
+        n_least = min(n_least, max(scaling.least, 1))
+        has_been_ready = has_been_ready and scaling.least > 0
+    if n_ready >= n_least and seen.view is not None:
         return "ready"
     if any(replica.state == "failed" for replica in replicas):
         return "degraded" if n_ready else "failed"
@@ -294,7 +308,10 @@ def now_state(run: Run, now: float) -> State:
         prometheus=last.prometheus if last else None,
         ui=last.ui if last else None,
     )
-    state = summarise(desired, look(run, history.gateway), history, now)
+    scaling = last.scaling if last is not None else None
+    if scaling is not None and desired.is_pinned:
+        scaling = msgspec.structs.replace(scaling, replicas=desired.replicas, is_pinned=True)
+    state = summarise(desired, look(run, history.gateway), history, now, scaling)
     if desired.state == "down":  # also when nothing of it lives any more: a `down` that broke off wrote no end
         return msgspec.structs.replace(state, phase="stopping")
     return state

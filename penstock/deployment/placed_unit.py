@@ -90,7 +90,7 @@ def _complete(run: Run) -> None:
     for folder in (run.path / "logs", run.gateway_folder):
         folder.mkdir(exist_ok=True)
     (run.path / "events.jsonl").touch()
-    run.write_desired(Desired("up", deployment.replicas.min))
+    run.write_desired(Desired("up", deployment.replicas.first))
     target.fetch(run)
 
 

@@ -17,6 +17,7 @@ from penstock.errors import Problem, SpecError, UserError
 from penstock.hardware import Gpu, Machine, catalog
 from penstock.observe import prometheus
 from penstock.paths import free_bytes, read_token
+from penstock.planner import Plan
 from penstock.spec.deployment import Deployment, GatewaySpec, Observe
 from penstock.spec.gateway import STDERR
 from penstock.targets import Target
@@ -34,10 +35,17 @@ def unsupported(deployment: Deployment, target: Target) -> list[Problem]:
     if deployment.cache.weights != deployment.cache.folder and not target.fetches_models:
         message = f'"{deployment.cache.weights}", but target {target.name} takes a folder'
         problems.append(Problem("cache.weights", message, "give the folder where models from a hub are kept"))
-    if deployment.replicas.max > max(1, deployment.replicas.min):
-        hint = "set replicas to a number, and change it with `penstock scale`"
-        problems.append(Problem("replicas.max", "this version has no autoscaling yet", hint))
     return problems
+
+
+def refuse_sleepless(engine: Engine, plan: Plan) -> None:
+    """Raises UserError when the file lets an engine sleep that cannot."""
+    why = engine.why_sleepless(plan) if plan.sleep is not None else None
+    if why is not None:
+        raise UserError(
+            f'cannot let deployment "{plan.deployment}" sleep: {why}',
+            hint="Remove engine.sleep (docs/how-to/sleep.md).",
+        )
 
 
 def check_space(folder: Path) -> None:

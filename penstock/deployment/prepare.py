@@ -101,6 +101,8 @@ def prepare(
         token_file=str(Run(run_path).admin_token_file),
         listen=target.listen,
         announce_file=None if is_gateway_here else str(Run(run_path).gateway_address_file),
+        cache=deployment.cache,
+        is_spread=not target.is_this_machine,
     )
     return Prepared(deployment, machine, plan, target.render(instructions, sys.executable, deployment))
 
@@ -176,11 +178,14 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int, is_rehe
             f'cannot serve model "{deployment.model}" on engine {name}: no *.{engine.forms[0]} in "{path}"',
             hint=f"Engine {name} loads {' or '.join(engine.forms)}.",
         )
-    if launch.device_of(machine, name) == "cpu":
-        return launch.make(deployment, model, machine, name, preflight.engine_version(engine, machine), n_replicas)
     version = preflight.engine_version(engine, machine)
-    sized = planning.size(deployment, whole, machine, version, n_replicas)
-    return launch.make_on_gpus(deployment, model, machine, version, n_replicas, sized)
+    if launch.device_of(machine, name) == "cpu":
+        plan = launch.make(deployment, model, machine, name, version, n_replicas)
+    else:
+        sized = planning.size(deployment, whole, machine, version, n_replicas)
+        plan = launch.make_on_gpus(deployment, model, machine, version, n_replicas, sized)
+    preflight.refuse_sleepless(engine, plan)
+    return plan
 
 
 def _model_elsewhere(deployment: Deployment, is_rehearsal: bool) -> facts.FactsByForm | None:

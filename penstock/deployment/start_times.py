@@ -79,6 +79,12 @@ def expected(key: StartKey) -> StartTime | None:
     return StartTime(Range(min(seconds), statistics.median(seconds), max(seconds)), len(seconds))
 
 
+def expected_s(key: StartKey, share: float) -> float | None:
+    """Within how many seconds this share of the kept starts was over; None before the first."""
+    seconds = sorted(start.ready_after_s for start in _read(key))
+    return seconds[min(len(seconds) - 1, int(share * len(seconds)))] if seconds else None
+
+
 def show(time: StartTime) -> str:
     """ "starts in about 1m02s (50.0 s to 1m20s), as measured 3 times"; an estimate."""
     low, likely, high = (show_seconds(value) for value in (time.seconds.low, time.seconds.likely, time.seconds.high))

@@ -103,6 +103,13 @@ class LoadChoice(msgspec.Struct, frozen=True):
     way: Way = "mapped"
 
 
+class Call(NamedTuple):
+    """A POST to the engine's own address; `body` is sent as JSON."""
+
+    path: str
+    body: Mapping[str, str] | None = None
+
+
 class Death(NamedTuple):
     """A line of an engine's log that explains its end; {0}, {1} in `reason` and `hint` are its groups."""
 
@@ -179,6 +186,23 @@ class Engine(ABC):
     def input_modalities(self, plan: Plan) -> tuple[str, ...]:
         """What its requests may hold: ("text",) or ("text", "image"); empty where it is not known."""
         return ("text",)
+
+    def why_sleepless(self, plan: Plan) -> str | None:
+        """Why it cannot sleep with this plan, as a sentence without its end; None where it can."""
+        return f"engine {self.name} cannot give its memory back and take it again"
+
+    def sleep_levels(self, plan: Plan) -> tuple[int, ...]:
+        """1: the weights go to the machine's memory; 2: they are dropped, and read again to wake."""
+        return (1, 2)
+
+    def sleep_calls(self, level: int) -> tuple[Call, ...]:
+        """What puts it to sleep, in this order; only where nothing keeps it from sleeping. Requests that come
+        meanwhile wait in it."""
+        return ()
+
+    def wake_calls(self, level: int) -> tuple[Call, ...]:
+        """What wakes it from that level."""
+        return ()
 
     @abstractmethod
     def command(self, plan: Plan, place: Place) -> Command:

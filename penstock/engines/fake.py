@@ -6,7 +6,7 @@ import importlib.util
 
 from penstock.engines import KEY_VARIABLE, Command, Missing, Place
 from penstock.engines.vllm import names
-from penstock.engines.vllm.engine import Vllm, pass_through
+from penstock.engines.vllm.engine import Vllm, pass_through, sleep_flags
 from penstock.errors import Problem
 from penstock.planner import Plan
 from penstock.spec.deployment import Scalar
@@ -31,6 +31,9 @@ class Fake(Vllm):
     def input_modalities(self, plan: Plan) -> tuple[str, ...]:
         return ("text", "image") if any(bare_flag(key) == "accepts-images" for key in plan.args) else ("text",)
 
+    def why_sleepless(self, plan: Plan) -> str | None:
+        return None
+
     def problems(self, args: dict[str, Scalar | list[Scalar]]) -> list[Problem]:
         return []
 
@@ -38,5 +41,7 @@ class Fake(Vllm):
         argv = [place.python, "-m", "penstock.testing.fake_engine", "--host", place.host, "--port", str(place.port)]
         argv += ["--model", plan.deployment, names.FLAGS["served_names"], *plan.served_names]
         argv += [names.FLAGS["cached_tokens"], *pass_through(plan.args)]
+        argv += sleep_flags(plan)
         key = {KEY_VARIABLE: place.key} if place.key is not None else {}
-        return Command(tuple(argv), plan.env | key)
+        routes = names.DEV_MODE if plan.sleep is not None else {}
+        return Command(tuple(argv), routes | plan.env | key)

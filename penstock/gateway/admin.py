@@ -18,7 +18,7 @@ from penstock.gateway.accounting.keys import has_token
 from penstock.gateway.accounting.ledger import Ledger
 from penstock.gateway.board import RankBoard
 from penstock.gateway.connections.client import ClientConnection
-from penstock.gateway.context import GatewayContext
+from penstock.gateway.context import WAKE, GatewayContext
 from penstock.gateway.live.news import DatedNews, dated
 from penstock.gateway.monitoring import METHODS as MONITORING_METHODS
 from penstock.gateway.monitoring import PATHS as MONITORING_PATHS
@@ -29,7 +29,7 @@ from penstock.gateway.workers.reports import Reporter, WorkerReport
 from penstock.wire.announcement import AnnounceAnswer, Announcement, Post
 from penstock.wire.http1 import Headers, RequestHead
 
-_ORDERS = ("announce", "board", "drain", "undrain", "leave", "forget", "news")
+_ORDERS = ("announce", "board", "drain", "undrain", "leave", "forget", "sleep", "wake", "news")
 _NEWS = b"/admin/news"
 _METHODS: dict[bytes, tuple[bytes, ...]] = dict.fromkeys((b"/admin/health", b"/admin/replicas"), (b"GET",))
 _METHODS |= {f"/admin/{order}".encode(): (b"POST",) for order in _ORDERS}
@@ -132,7 +132,10 @@ class AdminApi:
             post = msgspec.json.decode(body, type=Post)
             return self._board.post(post, time.monotonic(), must_leave=self._replicas.must_leave(post.replica))
         if path == _NEWS:
-            self._reporter.news.take(msgspec.json.decode(body, type=DatedNews))
+            dated_news = msgspec.json.decode(body, type=DatedNews)
+            self._reporter.news.take(dated_news)
+            ready_in_s = dated_news.news.ready_in_s
+            self._replicas.expect(None if ready_in_s is None else dated_news.at + ready_in_s, dated_news.news.failure)
             return {"ok": True}
         name = msgspec.json.decode(body, type=_Named).replica
         log.info("replica %r: %s", name, path.decode().removeprefix("/admin/"))
@@ -143,6 +146,10 @@ class AdminApi:
         elif path == b"/admin/undrain":
             self._replicas.undrain(name)
             self._wake(name)
+        elif path == b"/admin/sleep":
+            self._replicas.order(name, "sleep")
+        elif path == WAKE:
+            self._replicas.order(name, "wake")
         else:
             self._replicas.forget(name)
         return {"ok": True}
@@ -154,7 +161,10 @@ class AdminApi:
         if announcement.state != state_before:
             log.info("replica %s: %s -> %s", announcement.replica, state_before, announcement.state)
         self._wake(announcement.replica)
-        return AnnounceAnswer(is_draining, self._replicas.must_leave(announcement.replica))
+        if announcement.state == "sleeping":
+            self._context.wake_sleeper(announcement.model, time.monotonic())
+        must_leave, order = (ask(announcement.replica) for ask in (self._replicas.must_leave, self._replicas.order_of))
+        return AnnounceAnswer(is_draining, bool(must_leave), order == "sleep", order == "wake")
 
     def _wake(self, name: str) -> None:
         replica = self._replicas.find(name)

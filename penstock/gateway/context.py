@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
+
+import msgspec
 
 from penstock.gateway.connections.engine import Pool
 from penstock.gateway.metrics import Counters
@@ -16,6 +18,7 @@ from penstock.wire.http1 import HOP_BY_HOP
 
 # The gateway's own replace the client's: the body is whole, and the engine is another host.
 OWN_HEADERS: Final = frozenset((b"host", b"content-length", b"expect", b"x-request-id", b"x-penstock-replica"))
+WAKE: Final = b"/admin/wake"
 _DROPPED: Final = (
     HOP_BY_HOP | OWN_HEADERS | {b"x-penstock-priority", b"x-penstock-progress", b"forwarded", b"x-real-ip"}
 )
@@ -58,6 +61,7 @@ class GatewayContext:
         self.response_owners = ResponseOwners()
         self.under_way: set[UnderWay] = set()
         self.slow = SlowRequests()
+        self.tell_workers: Callable[[bytes, bytes], None] = lambda *_: None  # the other ones, of an admin call
 
     def trace(self, tracer: Tracer) -> None:
         """From now on every request belongs to a trace, and its engine gets our traceparent."""
@@ -71,10 +75,18 @@ class GatewayContext:
         if self.queue.waiting:
             self.queue.wake(replica.announcement.model, 1)
 
+    def wake_sleeper(self, model: str, now: float) -> None:
+        """Orders a sleeping replica to wake where requests need it. Any worker may answer its node, so all know it."""
+        row = self.replicas.sleeper(model, now, self.queue.waiting_for(model))
+        if row is not None:
+            self.replicas.order(row.name, "wake")
+            self.tell_workers(WAKE, msgspec.json.encode({"replica": row.name}))
+
     def look_after(self, now: float) -> None:
         """Once a second: ends exchanges that their engine lost, and lets waiting requests look again."""
         for forwarding in tuple(self.under_way):
             forwarding.end_if_lost(now)
         for model in self.replicas.models:
+            self.wake_sleeper(model.name, now)
             if self.queue.waiting_for(model.name) and self.replicas.ready(model.name, now):
                 self.queue.wake(model.name)

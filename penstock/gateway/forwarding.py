@@ -59,6 +59,7 @@ class Forwarding:
     _last_at = 0.0  # of the last bytes, or of sending
     _first_at = 0.0  # of the engine's first body bytes
     _n_reads = 0  # of a stream
+    _n_body_bytes = 0
     _lost: tuple[str, ...] = ()  # replicas that had this request in vain
     _failed: tuple[Replica, Address] | None = None  # answered that it failed, and its address then
     _failure: tuple[ResponseHead, bytes] | None = None  # a failed answer that is not whole yet
@@ -100,6 +101,8 @@ class Forwarding:
         self._hints, self._entry = hints, entry
         self._client.work = self
         context.counters.n_requests += 1
+        self._n_body_bytes = len(self._body)
+        context.counters.n_body_bytes += self._n_body_bytes
         context.under_way.add(self)
         if context.tracer is not None:
             self._trace = context.tracer.begin(self._request_head)
@@ -183,6 +186,8 @@ class Forwarding:
                 message, 429, "queue_full", outcome="queue_full", param="model", retry_after_s=RETRY_AFTER_S
             )
             return False
+        if context.queue.waiting_for(self._model) == 1:  # the first; once a second for all
+            context.wake_sleeper(self._model, began_at)
         wants_progress = facts.wants_progress
         comment_at = began_at + first_after_s(wants_progress) if facts.streams else deadline
         self._held_at = began_at
@@ -535,6 +540,9 @@ class Forwarding:
         if entry is not None:
             self._entry = None
             usage = entry.end(outcome, name, exchange)
+            if usage.prompt_tokens:
+                context.counters.n_known_bytes += self._n_body_bytes
+                context.counters.n_known_tokens += usage.prompt_tokens - usage.cached_tokens
         if self._streams and self._has_first:
             self._note_output(usage.output_tokens)
         if is_slow and exchange is not None:
@@ -551,7 +559,9 @@ class Forwarding:
 
     def _refuse_for_now(self) -> None:
         wait_s = self._context.replicas.retry_after_s(self._model, time.monotonic())
-        message = f"model {self._model!r} has no replica that takes requests now"
+        failure = self._context.replicas.failure
+        why = f": {failure}" if failure is not None else ""
+        message = f"model {self._model!r} has no replica that takes requests now{why}"
         self._end_early(message, 503, "no_replica", outcome="no_replica", param="model", retry_after_s=wait_s)
 
     def _end_early(

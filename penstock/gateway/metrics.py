@@ -89,6 +89,7 @@ class Counters:
     """
 
     def __init__(self, models: Iterable[str] = (), ttft_ms: float | None = None, tpot_ms: float | None = None) -> None:
+        self.ttft_s = None if ttft_ms is None else ttft_ms / 1000
         self.first_token_bounds = with_bound(LATENCY_S, ttft_ms)
         self.output_token_bounds = with_bound(GAP_S, tpot_ms)
         self.n_requests = 0
@@ -99,9 +100,15 @@ class Counters:
         )
         self.retries: Counter[str] = Counter(dict.fromkeys(models, 0))
         self.n_connect_failures = 0
+        # Bytes of bodies; and of requests with known usage, bytes and the prompt tokens that no cache had.
+        self.n_body_bytes = self.n_known_bytes = self.n_known_tokens = 0
         self.own_s = Histogram(OWN_S)
         self.hold_s: dict[str, Histogram] = {}  # by model
         self._series: dict[tuple[str, str], Series] = {}
+
+    def n_ended(self) -> int:
+        """Requests that ended, without those that their key's quota refused."""
+        return sum(n for (_, outcome), n in self.outcomes.items() if outcome != "refused")
 
     def n_served(self) -> int:
         """Requests that ended, without those that the gateway refused."""

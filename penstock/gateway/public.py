@@ -240,7 +240,7 @@ class Public:
         state, n_ready = table.model_state(name, now), len(table.ready(name, now))
         announced = [row.announcement for row in table.announced(name, now)]
         lengths = [each.max_model_len for each in announced if each.max_model_len is not None]
-        nearest = table.nearest(name, now) if state == "loading" else None
+        nearest = table.nearest(name, now) if state in ("loading", "sleeping") else None
         return ModelRow(
             *(name, "model", self._created, "penstock", model.aliases, state, ReplicaCount(n_ready, len(announced))),
             max_model_len=min(lengths) if lengths else None,

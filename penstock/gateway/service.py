@@ -125,6 +125,9 @@ class Gateway:
             store.keep_days = config.ledger_days
         before = slot.before if slot else None
         self._reporter = Reporter(self._context, self.accounting, NewsBoard(config), before)
+        self._reporter.gateway = via.decode()
+        self._reporter.began_at = slot.began_at if slot is not None else time.monotonic()
+        self._context.tell_workers = self._reporter.relay
         if slot is None or slot.index == 0:
             self._gpu_time = self._reporter.gpu_time = GpuTimeKeeper(config, replicas, self.accounting.ledger)
         self._live = LiveFeed(config, self._reporter)

@@ -1,4 +1,4 @@
-"""Fetches the files of a listing, eight at once, into a layout: partial file, size, hash, final place, note."""
+"""Fetches the files of a listing, eight at once, into a layout: partial file with its hash, final place, note."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import random
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from penstock.errors import PenstockError
 from penstock.models import hub, manifest
 from penstock.models.manifest import Entry, Manifest
+from penstock.models.part_file import CannotContinueError, PartFile
 from penstock.models.sources import FETCHERS, Listing, RemoteFile
 from penstock.paths import write_atomically
 from penstock.text import show_bytes, show_seconds
@@ -30,7 +32,26 @@ _MOST_WAIT_S = 600.0
 PARTS = ".penstock-parts"  # of files that are not complete, in a folder that is no cache
 NOTES = ".penstock-fetched.json"  # the files that were fetched and hashed, until there is a manifest
 
-FetchFile = Callable[[Listing, str, Path, Callable[[int], None]], None]
+FetchFile = Callable[[Listing, str, PartFile], None]
+
+
+class Peers(Protocol):
+    """Other machines that fetch the same model now, or have it: they are asked before its source is."""
+
+    def listing(self, resolve: Callable[[], Listing]) -> Listing:
+        """What the source has, as another machine knows it, or `resolve` says.  Raises PenstockError."""
+
+    def begin(self, listing: Listing, layout: Layout) -> None:
+        """From now on this machine gives others what is in `layout`."""
+
+    def fetch_file(self, listing: Listing, name: str, part: PartFile, from_source: FetchFile) -> None:
+        """As a `FetchFile`: from another machine, or by `from_source`."""
+
+    def confirm(self, listing: Listing, name: str, digest: str) -> None:
+        """Compare the SHA-256 of a file of which the source tells no hash.  Raises PenstockError."""
+
+    def finish(self) -> None:
+        """This machine has all files."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -125,8 +146,8 @@ class Layout:
 class FilesFetch:
     """One fetch of a listing. `run` blocks; `progress` may be called from other threads."""
 
-    def __init__(self, listing: Listing, layout: Layout) -> None:
-        self._listing, self._layout = listing, layout
+    def __init__(self, listing: Listing, layout: Layout, peers: Peers | None = None) -> None:
+        self._listing, self._layout, self._peers = listing, layout, peers
         self._fetch_file = _fetcher(listing.source.kind)
         self._lock = threading.Lock()
         self._bytes: dict[str, int] = dict.fromkeys(listing.files, 0)
@@ -195,16 +216,48 @@ class FilesFetch:
             file = msgspec.structs.replace(file, sha256=note.sha256)
         if self._place_present(name, file, path):
             return None
-        for n_try in range(_N_TRIES):
+        path = self._layout.part(self._listing, name)
+        if (_size(path) or 0) > file.size:
+            path.unlink()
+        with self._noted(name, "reading what came before"):
+            part = PartFile(path, lambda n_bytes: self._add(name, n_bytes), file.size if file.git_sha1 else None)
+        with part:
             try:
-                return self._fetch(name, file)
+                self._fetch_patiently(name, file, part)
+                part.sync()
+            except PenstockError:
+                if not part.n_bytes:
+                    path.unlink(missing_ok=True)
+                raise
+        self._layout.place(path, name, file.sha256 or file.git_sha1 or part.sha256)
+        self._finish(name, manifest.entry_of(self._layout.folder / name, part.sha256))
+        return None
+
+    def _fetch_patiently(self, name: str, file: RemoteFile, part: PartFile) -> None:
+        """Until the whole file is there with the right hash. Tries count anew when more has come than ever before."""
+        n_tries, furthest = 0, part.n_bytes
+        while True:
+            self._set_bytes(name, part.n_bytes)
+            try:
+                if part.n_bytes != file.size:
+                    self._receive(name, part)
+                return self._check_hash(name, file, part)
             except PenstockError as exc:
-                if not exc.is_retryable or n_try == _N_TRIES - 1:
+                n_tries = 1 if part.n_bytes > furthest else n_tries + 1
+                furthest = max(furthest, part.n_bytes)
+                if not exc.is_retryable or n_tries == _N_TRIES:
                     raise
-                self._wait(name, exc, n_try)
+                if isinstance(exc, CannotContinueError):
+                    part.clear()
+                self._wait(name, exc, n_tries - 1)
             if self._stopped.is_set():
-                return None
-        raise AssertionError("the last try returns or raises")
+                raise PenstockError("the fetch was stopped")
+
+    def _receive(self, name: str, part: PartFile) -> None:
+        if self._peers is None:
+            self._fetch_file(self._listing, name, part)
+        else:
+            self._peers.fetch_file(self._listing, name, part, self._fetch_file)
 
     def _place_present(self, name: str, file: RemoteFile, path: Path) -> bool:
         """Use what another program fetched, once its hash is right."""
@@ -212,7 +265,8 @@ class FilesFetch:
             if present is None or _size(present) != file.size:
                 continue
             try:
-                digest = self._check(name, file, present)
+                with self._noted(name, "reading what is here"):
+                    digest = self._check_present(name, file, present)
             except PenstockError:
                 if self._listing.source.kind == "folder" and self._layout.folder == Path(self._listing.source.name):
                     raise
@@ -224,44 +278,38 @@ class FilesFetch:
             return True
         return False
 
-    def _fetch(self, name: str, file: RemoteFile) -> None:
-        part = self._layout.part(self._listing, name)
-        if (_size(part) or 0) > file.size:
-            part.unlink()
-        self._set_bytes(name, _size(part) or 0)
-        if _size(part) != file.size:
-            self._fetch_file(self._listing, name, part, lambda n_bytes: self._add(name, n_bytes))
-        if not part.exists() and file.size == 0:
-            part.touch()
-        try:
-            digest = self._check(name, file, part)
-        except PenstockError:
-            part.unlink(missing_ok=True)  # wrong bytes are never continued
-            raise
-        with part.open("rb") as stream:
-            os.fsync(stream.fileno())
-        self._layout.place(part, name, file.sha256 or file.git_sha1 or digest)
-        self._finish(name, manifest.entry_of(self._layout.folder / name, digest))
-
-    def _check(self, name: str, file: RemoteFile, path: Path) -> str:
-        """The SHA-256 of a complete file.  Raises PenstockError when it is not what the source said."""
-        where = f'"{name}" of "{self._listing.source}"'
-        size = _size(path)
-        if size != file.size:
-            raise PenstockError(
-                f"could not fetch {where}: {size or 0:,} bytes instead of {file.size:,}", is_retryable=True
-            )
+    def _check_present(self, name: str, file: RemoteFile, path: Path) -> str:
+        """The SHA-256 of a file that another program fetched.  Raises PenstockError when it is not the source's."""
         digest = manifest.sha256_of(path)
-        wrong = file.sha256 is not None and digest != file.sha256
-        if file.git_sha1 is not None and file.sha256 is None:
-            wrong = manifest.git_sha1_of(path) != file.git_sha1
-        if wrong:
+        git_sha1 = manifest.git_sha1_of(path) if file.git_sha1 is not None and file.sha256 is None else None
+        self._compare(name, file, digest, git_sha1)
+        return digest
+
+    def _check_hash(self, name: str, file: RemoteFile, part: PartFile) -> None:
+        if part.n_bytes != file.size:
             raise PenstockError(
-                f"could not fetch {where}: its hash is not the one of the source",
+                f"could not fetch {self._named(name)}: {part.n_bytes:,} bytes instead of {file.size:,}",
+                is_retryable=True,
+            )
+        try:
+            self._compare(name, file, part.sha256, part.git_sha1)
+            if self._peers is not None and file.sha256 is None and file.git_sha1 is None:
+                self._peers.confirm(self._listing, name, part.sha256)
+        except PenstockError:
+            part.clear()  # wrong bytes are never continued
+            raise
+
+    def _compare(self, name: str, file: RemoteFile, sha256: str, git_sha1: str | None) -> None:
+        is_right = file.sha256 == sha256 if file.sha256 is not None else file.git_sha1 in (None, git_sha1)
+        if not is_right:
+            raise PenstockError(
+                f"could not fetch {self._named(name)}: its hash is not the one of the source",
                 detail="What came was damaged on the way, or was changed; it is not kept.",
                 is_retryable=True,
             )
-        return digest
+
+    def _named(self, name: str) -> str:
+        return f'"{name}" of "{self._listing.source}"'
 
     def _wait(self, name: str, error: PenstockError, n_try: int) -> None:
         """Before the next try: as long as the source asks, else 1, 2, 4 ... s, less up to half of it."""
@@ -269,11 +317,19 @@ class FilesFetch:
         seconds = (
             min(asked + random.random(), _MOST_WAIT_S) if asked else _FIRST_WAIT_S * 2**n_try * random.uniform(0.5, 1)
         )
+        with self._noted(name, f"waiting {show_seconds(seconds)}: {error.message}"):
+            self._stopped.wait(seconds)
+
+    @contextlib.contextmanager
+    def _noted(self, name: str, text: str) -> Iterator[None]:
+        """What the progress says of a file as long as this lasts."""
         with self._lock:
-            self._waiting[name] = f"waiting {show_seconds(seconds)}: {error.message}"
-        self._stopped.wait(seconds)
-        with self._lock:
-            del self._waiting[name]
+            self._waiting[name] = text
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._waiting[name]
 
     def _add(self, name: str, n_bytes: int) -> None:
         with self._lock:

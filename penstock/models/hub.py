@@ -30,6 +30,8 @@ _OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, 
 _IN_CACHE = re.compile(r"(.*)/(models--[^/]+)/snapshots/([^/]+)(?:/(.+))?\Z")
 # The values that huggingface_hub takes as true (`huggingface_hub/constants.py`).
 _TRUE = ("1", "ON", "YES", "TRUE")
+# `x-error-code` of an answer -> class of huggingface_hub.errors.
+_FAMILIES = {"GatedRepo": "GatedRepoError", "RepoNotFound": "RepositoryNotFoundError"}
 # Class of huggingface_hub.errors, or HTTP status -> what is wrong, and the fix.
 _REASONS: dict[str | int, tuple[str, str]] = {
     "GatedRepoError": ("it is gated", "Accept the licence on its hub page, then set HF_TOKEN."),
@@ -227,19 +229,34 @@ def _explained(name: str, exc: Exception) -> HubError:
     status = getattr(response, "status_code", None)
     family: str | int | None = next((word for word in _REASONS if word in families), status)
     is_missing = "EntryNotFoundError" in families or family == 404
-    detail = f"{endpoint()}: {' '.join(str(exc).split())[:500]}"
     if status is None and family is None:
-        unreached = f'could not reach the hub for "{name}": {type(exc).__name__}'
+        unreached, detail = f'could not reach the hub for "{name}": {type(exc).__name__}', _detail(str(exc))
         return HubError(unreached, detail=detail, hint="Check the network, or give a local folder.", status=None)
+    return _refusal(name, family, status, is_missing, getattr(response, "headers", None) or {}, str(exc))
+
+
+def refusal(name: str, status: int, headers: Mapping[str, str], words: str) -> HubError:
+    """What an answer of the hub means that is neither a file nor a redirect. `words`: its text; header names are lower
+    case. Pure."""
+    family = _FAMILIES.get(headers.get("x-error-code") or "", status)
+    return _refusal(name, family, status, family == 404, headers, words)
+
+
+def _refusal(
+    name: str, family: str | int | None, status: int | None, is_missing: bool, headers: Mapping[str, str], words: str
+) -> HubError:
     why, hint = _REASONS.get(family or 404, (f"HTTP {status}", "Try again later."))
-    message = f'could not fetch model "{name}" from the hub: {why}'
+    message, detail = f'could not fetch model "{name}" from the hub: {why}', _detail(words)
     if status == 401 or family in ("GatedRepoError", 403):
         detail = f"The page to visit: {endpoint()}/{name}\n{detail}"
-    wait_s = _wait_s(getattr(response, "headers", None) or {})
-    return HubError(message, detail=detail, hint=hint, status=status, is_missing=is_missing, wait_s=wait_s)
+    return HubError(message, detail=detail, hint=hint, status=status, is_missing=is_missing, wait_s=wait_s(headers))
 
 
-def _wait_s(headers: Mapping[str, str]) -> float | None:
+def _detail(words: str) -> str:
+    return f"{endpoint()}: {' '.join(words.split())[:500]}"
+
+
+def wait_s(headers: Mapping[str, str]) -> float | None:
     """Seconds in `retry-after: 5`, or in `ratelimit: "api";r=0;t=55`
     (https://www.ietf.org/archive/id/draft-ietf-httpapi-ratelimit-headers-09.html)."""
     lower = {name.lower(): value for name, value in headers.items()}

@@ -1,101 +1,119 @@
-"""Fetches one file of a hub, through `huggingface_hub`: Xet where the file has it, else HTTP, resumed by range."""
+"""Fetches one file of a hub: by Xet where the file has it and `hf_xet` is installed, else by HTTP, resumed by range."""
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
-from urllib.parse import urlsplit
+from typing import Any
 
 from penstock import __version__
-from penstock.errors import PenstockError
-from penstock.models import hub
+from penstock.errors import PenstockError, UserError
+from penstock.models import http_files, hub
+from penstock.models.part_file import PartFile
 from penstock.models.sources import Listing
 
 _XET_POLL_S = 0.5
-# Its 10 MB pieces, eight at once, miss the processor's cache and cost a page fault each 4 KiB.
-_CHUNK_BYTES = 256 << 10
+_XET_LINK = re.compile(r'<([^<>]+)>\s*;\s*rel="?xet-auth"?')
+_MAIN_HUB = "https://huggingface.co"
 
 
-def fetch_file(listing: Listing, name: str, part: Path, progress: Callable[[int], None]) -> None:
-    """Write the file's bytes to `part`, after those that are in it.  Raises HubError, and OSError for a full disk.
+def fetch_file(listing: Listing, name: str, part: PartFile) -> None:
+    """Write the file's bytes to `part`, after those that are in it.  Raises HubError, PenstockError that may be tried
+    again, and OSError of the disk.
 
-    The token goes to the hub's own host only. A file of Xet begins anew: its chunks are in Xet's cache."""
+    The token goes to the hub's own address only. A file of Xet begins anew: its chunks are in Xet's cache."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers
+
+    model, what = listing.source.name, f'"{name}" of "{listing.source}"'
+    url = hf_hub_url(model, name, revision=listing.commit, endpoint=hub.endpoint())
+    headers = build_hf_headers(library_name="penstock", library_version=__version__)
+    try:
+        answer = http_files.get(what, url, headers, part.n_bytes)
+        _check_version(what, answer.headers, listing, name)
+        if answer.is_redirect and (xet := _xet_data(answer)) is not None:
+            answer.close()
+            _fetch_xet(model, name, xet, headers, part, listing.files[name].size)
+            return
+        http_files.receive(http_files.follow(answer), part, listing.files[name].size)
+    except http_files.StatusError as exc:
+        raise _refused(model, what, exc) from exc
+
+
+def _check_version(what: str, headers: Mapping[str, str], listing: Listing, name: str) -> None:
+    """A mirror may answer with another revision, and an author may push while we fetch.  Raises UserError."""
+    commit, size = headers.get("x-repo-commit"), headers.get("x-linked-size", "")
+    if commit is not None and commit != listing.commit:
+        raise UserError(
+            f"could not fetch {what}: the hub answers with commit {commit[:12]}, and not {listing.commit[:12]}",
+            hint="Its revision has moved: start again.",
+        )
     expected = listing.files[name].size
-    hub.asked(listing.source.name, lambda: _fetch(listing, name, part, expected, progress), 1)
+    if size.isdecimal() and int(size) != expected:
+        raise PenstockError(
+            f"could not fetch {what}: the hub has {int(size):,} bytes, and its list of files says {expected:,}",
+            is_retryable=True,
+        )
 
 
-def _fetch(listing: Listing, name: str, part: Path, expected: int, progress: Callable[[int], None]) -> None:
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.file_download import http_get, is_xet_available, xet_get
-    from huggingface_hub.utils import build_hf_headers, disable_progress_bars
+def _refused(model: str, what: str, exc: http_files.StatusError) -> PenstockError:
+    if http_files.origin(what, exc.url) == http_files.origin(what, hub.endpoint()):
+        return hub.refusal(model, exc.status, exc.headers, exc.words)
+    # The place that holds the bytes: addresses there are valid for minutes, and the hub gives a new one.
+    where, wait_s = http_files.origin(what, exc.url), hub.wait_s(exc.headers)
+    message = f"could not fetch {what}: {where} answers with HTTP {exc.status}"
+    return hub.HubError(message, detail=exc.words, hint="Try again later.", status=None, wait_s=wait_s)
+
+
+def _xet_data(answer: http_files.Answer) -> Any:
+    """Where Xet has the file; None where it has not, or cannot be used here."""
+    from huggingface_hub.file_download import is_xet_available
+
+    digest, link = answer.headers.get("x-xet-hash"), _XET_LINK.search(answer.headers.get("link", ""))
+    if digest is None or link is None or not is_xet_available():
+        return None
+    from huggingface_hub.utils._xet import XetFileData
+
+    route = hub.endpoint() + link[1].removeprefix(_MAIN_HUB) if link[1].startswith(_MAIN_HUB) else link[1]
+    # The token is sent there too.
+    is_own = http_files.origin(answer.what, route) == http_files.origin(answer.what, answer.url)
+    return XetFileData(digest, route) if is_own else None
+
+
+def _fetch_xet(model: str, name: str, data: Any, headers: dict[str, str], part: PartFile, expected: int) -> None:
+    from huggingface_hub.file_download import xet_get
+    from huggingface_hub.utils import disable_progress_bars
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its warnings and bars would break our lines
     disable_progress_bars()
-    constants.DOWNLOAD_CHUNK_SIZE = _CHUNK_BYTES
-    url = hf_hub_url(listing.source.name, name, revision=listing.commit, endpoint=hub.endpoint())
-    headers = build_hf_headers(library_name="penstock", library_version=__version__)
-    facts = get_hf_file_metadata(url, library_name="penstock", library_version=__version__, endpoint=hub.endpoint())
-    if facts.size is not None and facts.size != expected:
-        raise PenstockError(
-            f'could not fetch "{name}": the hub says {facts.size:,} bytes, and its list of files {expected:,}',
-            is_retryable=True,
+    part.clear()
+
+    def fetch() -> None:
+        xet_get(
+            incomplete_path=part.path,
+            xet_file_data=data,
+            headers=headers,
+            expected_size=expected,
+            displayed_filename=name,
         )
-    xet = getattr(facts, "xet_file_data", None)
-    if xet is not None and is_xet_available():
-        with _Watched(part, progress):
-            xet_get(
-                incomplete_path=part,
-                xet_file_data=xet,
-                headers=headers,
-                expected_size=expected,
-                displayed_filename=name,
-            )
-        return
-    place = facts.location or url
-    if urlsplit(place)[:2] != urlsplit(url)[:2]:
-        headers = {key: value for key, value in headers.items() if key.lower() != "authorization"}
-    with part.open("ab") as stream:
-        if stream.tell() > expected:
-            stream.truncate(0)
-        counted: Any = _Counted(stream, progress)
-        http_get(place, counted, resume_size=stream.tell(), headers=headers, expected_size=expected)
 
-
-class _Counted:
-    """A file that reports what is written to it. Each piece is in the file at once: a kill loses nothing."""
-
-    def __init__(self, stream: IO[bytes], progress: Callable[[int], None]) -> None:
-        self._stream, self._progress = stream, progress
-        self.name, self.tell, self.flush = stream.name, stream.tell, stream.flush
-
-    def write(self, data: bytes) -> int:
-        n_bytes = self._stream.write(data)
-        self._stream.flush()
-        self._progress(n_bytes)
-        return n_bytes
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self._stream.seek(offset, whence)
-
-    def truncate(self, size: int | None = None) -> int:
-        size = self._stream.tell() if size is None else size
-        self._progress(size - self._stream.seek(0, 2))
-        return self._stream.truncate(size)
+    with _Watched(part.path, part.report):
+        hub.asked(model, fetch, 1)
+    part.read_written()
 
 
 class _Watched:
     """Reports how a file grows, in a thread: Xet writes it without telling."""
 
-    def __init__(self, path: Path, progress: Callable[[int], None]) -> None:
-        self._path, self._progress, self._seen = path, progress, 0
+    def __init__(self, path: Path, report: Callable[[int], None]) -> None:
+        self._path, self._report_bytes, self._seen = path, report, 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> None:
-        self._seen = self._size()
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
@@ -108,9 +126,6 @@ class _Watched:
             self._report()
 
     def _report(self) -> None:
-        size = self._size()
-        self._progress(size - self._seen)
+        size = self._path.stat().st_size if self._path.is_file() else 0
+        self._report_bytes(size - self._seen)
         self._seen = size
-
-    def _size(self) -> int:
-        return self._path.stat().st_size if self._path.is_file() else 0

@@ -10,21 +10,16 @@ from __future__ import annotations
 import hashlib
 import http.client
 import os
-import urllib.error
-import urllib.request
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import urlencode
 
 import msgspec
 
-from penstock import __version__
 from penstock.errors import PenstockError, UserError
+from penstock.models import http_files
+from penstock.models.part_file import PartFile
 from penstock.models.sources import Listing, RemoteFile, Source
 
-_TIMEOUT_S = 30.0
-_PIECE_BYTES = 1 << 20
 _MOST_LISTING_BYTES = 64 << 20
 _MAIN = "master"
 
@@ -51,8 +46,7 @@ def resolve(source: Source) -> Listing:
     Raises UserError: no such model, no access; PenstockError when the site was not reached.
     """
     query = {"Revision": source.revision or _MAIN, "Recursive": "true"}
-    with _opened(source, f"repo/files?{urlencode(query)}") as answer:
-        data = _read(source, answer, _MOST_LISTING_BYTES)
+    data = http_files.read(_opened(source, f"repo/files?{urlencode(query)}"), _MOST_LISTING_BYTES)
     try:
         listing = msgspec.json.decode(data, type=_Answer)
     except msgspec.MsgspecError as exc:
@@ -66,62 +60,30 @@ def resolve(source: Source) -> Listing:
     return Listing(source, digest.hexdigest()[:40], files)
 
 
-def fetch_file(listing: Listing, name: str, part: Path, progress: Callable[[int], None]) -> None:
+def fetch_file(listing: Listing, name: str, part: PartFile) -> None:
     """Write the bytes of a file to `part`, after those that are in it; a site without ranges sends it whole.
 
     Raises UserError and PenstockError as `resolve`, and OSError for the disk."""
-    source, size = listing.source, listing.files[name].size
-    query = urlencode({"Revision": source.revision or _MAIN, "FilePath": name})
-    with part.open("ab") as stream:
-        begin = stream.tell()
-        if begin >= size:
-            return
-        with _opened(source, f"repo?{query}", begin) as answer:
-            if begin and answer.status != http.client.PARTIAL_CONTENT:
-                stream.truncate(0)
-                progress(-begin)
-            while data := _read(source, answer, _PIECE_BYTES):
-                stream.write(data)
-                stream.flush()  # a kill loses nothing
-                progress(len(data))
-        if stream.tell() < size:
-            raise PenstockError(
-                f'could not fetch "{name}" of "{source}": the connection ended early', is_retryable=True
-            )
+    query = urlencode({"Revision": listing.source.revision or _MAIN, "FilePath": name})
+    answer = _opened(listing.source, f"repo?{query}", part.n_bytes)
+    http_files.receive(answer, part, listing.files[name].size)
 
 
 def endpoint() -> str:
     return f"https://{os.environ.get('MODELSCOPE_DOMAIN') or 'www.modelscope.cn'}"
 
 
-def _opened(source: Source, path: str, begin: int = 0) -> Any:
-    request = urllib.request.Request(f"{endpoint()}/api/v1/models/{source.name}/{path}")
-    request.add_header("User-Agent", f"penstock/{__version__}")
-    if begin:
-        request.add_header("Range", f"bytes={begin}-")
-    if token := os.environ.get("MODELSCOPE_API_TOKEN"):
-        # Not sent again to the place that an answer redirects to.
-        request.add_unredirected_header("Authorization", f"Bearer {token}")
-    return _asked(source, lambda: urllib.request.urlopen(request, timeout=_TIMEOUT_S))
-
-
-def _read(source: Source, answer: Any, n_bytes: int) -> bytes:
-    data: bytes = _asked(source, lambda: answer.read(n_bytes))
-    return data
-
-
-def _asked(source: Source, call: Callable[[], Any]) -> Any:
+def _opened(source: Source, path: str, begin: int = 0) -> http_files.Answer:
+    url, token = f"{endpoint()}/api/v1/models/{source.name}/{path}", os.environ.get("MODELSCOPE_API_TOKEN")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     front = f'could not fetch "{source}" from {endpoint()}'
     try:
-        return call()
-    except urllib.error.HTTPError as exc:
-        exc.close()
-        if exc.code == http.client.NOT_FOUND:
+        return http_files.follow(http_files.get(f'"{source}"', url, headers, begin))
+    except http_files.StatusError as exc:
+        if exc.status == http.client.NOT_FOUND:
             raise UserError(f"{front}: no such model or revision", hint="Check the name.") from exc
-        if exc.code in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
+        if exc.status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
             hint = f"Set MODELSCOPE_API_TOKEN; accept the licence on {endpoint()}/models/{source.name} if it has one."
             raise UserError(f"{front}: it requires a token with access", hint=hint) from exc
-        is_retryable = exc.code >= http.client.TOO_MANY_REQUESTS
-        raise PenstockError(f"{front}: HTTP {exc.code}", is_retryable=is_retryable) from exc
-    except (OSError, http.client.HTTPException) as exc:
-        raise PenstockError(f"{front}: it was not reached", detail=str(exc)[:300], is_retryable=True) from exc
+        is_retryable = exc.status >= http.client.TOO_MANY_REQUESTS
+        raise PenstockError(f"{front}: HTTP {exc.status}", is_retryable=is_retryable) from exc

@@ -23,6 +23,7 @@ import msgspec
 
 from penstock.errors import PenstockError, UserError
 from penstock.models import manifest
+from penstock.models.part_file import PartFile
 from penstock.models.sources import Listing, RemoteFile, Source
 
 # Of one file, next to the eight files that are fetched at once: at most 256 MiB of memory together.
@@ -77,17 +78,14 @@ def resolve(source: Source) -> Listing:
     return Listing(source, digest.hexdigest()[:40], files)
 
 
-def fetch_file(listing: Listing, name: str, part: Path, progress: Callable[[int], None]) -> None:
+def fetch_file(listing: Listing, name: str, part: PartFile) -> None:
     """Write the bytes of an object to `part`, after those that are in it; ranges of it are fetched in parallel.
 
     Raises UserError and PenstockError as `resolve`, and when the object was changed; OSError for the disk."""
     source, file = listing.source, listing.files[name]
     store, tag = _store(source), (file.url or "").rpartition("#")[2] or None
-    with part.open("ab") as stream:
-        for data in _pieces(source, store, name, tag, range(stream.tell(), file.size, _RANGE_BYTES), file.size):
-            stream.write(data)
-            stream.flush()  # a kill loses what is on its way, no more
-            progress(len(data))
+    for data in _pieces(source, store, name, tag, range(part.n_bytes, file.size, _RANGE_BYTES), file.size):
+        part.write(data)
 
 
 def _pieces(source: Source, store: Any, name: str, tag: str | None, starts: range, end: int) -> Iterator[memoryview]:

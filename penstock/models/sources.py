@@ -1,17 +1,19 @@
 """Where a model's files come from, and what they are: names, sizes and hashes, before a byte of them is fetched.
 
 `parse` reads what a user typed, `resolve` asks the source. A new kind of source is one file and a row in each table:
-`resolve(source) -> Listing` of all its files, and `fetch_file(listing, name, part, progress)`, which writes the bytes
-of one file to the path `part`, after those that are in it already, calls `progress` with the number of each piece, and
-raises PenstockError with `is_retryable`. It hashes nothing and renames nothing: models/fetch.py does.
+`resolve(source) -> Listing` of all its files, and `fetch_file(listing, name, part)`, which writes the bytes of one file
+to a PartFile, after those that are in it already, and raises PenstockError with `is_retryable`. It compares no hash and
+renames nothing: models/fetch_files.py does.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import importlib
 import re
-from collections.abc import Callable, Collection, Sequence
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +21,7 @@ import msgspec
 
 from penstock.errors import UserError
 from penstock.models import files, hub
+from penstock.models.part_file import PartFile
 
 Kind = Literal["hub", "modelscope", "store", "folder"]
 # What resolves a kind of source.
@@ -35,6 +38,7 @@ FETCHERS: dict[Kind, str] = {
     "modelscope": "penstock.models.modelscope:fetch_file",
     "store": "penstock.models.object_store:fetch_file",
 }
+_BLOCK_BYTES = 1 << 20
 # Files that run code of their author when they are loaded: https://docs.python.org/3/library/pickle.html
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _STORES = ("s3://", "gs://", "az://")
@@ -173,27 +177,37 @@ def list_hub(source: Source) -> Listing:
 
 
 def list_folder(source: Source) -> Listing:
-    """The files below a folder of this machine.  Raises UserError for links that leave it."""
+    """The files below a folder of this machine; its commit stands for their names, sizes and times.  Raises UserError
+    for a folder that is not there, and for links that leave it."""
     folder = Path(source.name)
+    if not folder.exists():
+        raise UserError(f'cannot use folder "{folder}": it is not on {socket.gethostname()}')
     if folder.is_file():
-        return Listing(source, "", {folder.name: RemoteFile(folder.stat().st_size, url=str(folder))})
+        return _listed(source, {folder.name: folder})
     paths = [path for path in folder.rglob("*") if path.is_file()]
     for path in paths:
         try:
             hub.check_inside(path, folder)
         except ValueError as exc:
             raise UserError(f'cannot use "{path}": {exc}') from exc
-    found = {str(path.relative_to(folder)): RemoteFile(path.stat().st_size, url=str(path)) for path in paths}
-    return Listing(source, "", found)
+    return _listed(source, {str(path.relative_to(folder)): path for path in paths})
 
 
-def copy_file(listing: Listing, name: str, part: Path, progress: Callable[[int], None]) -> None:
+def _listed(source: Source, paths: Mapping[str, Path]) -> Listing:
+    facts = {name: path.stat() for name, path in sorted(paths.items())}
+    # Files that penstock itself writes there change nothing.
+    lines = [f"{n} {f.st_size} {f.st_mtime_ns}" for n, f in facts.items() if not _matches(n, _NOT_OURS)]
+    commit = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return Listing(source, commit, {name: RemoteFile(f.st_size, url=str(paths[name])) for name, f in facts.items()})
+
+
+def copy_file(listing: Listing, name: str, part: PartFile) -> None:
     """Write the bytes of a file of this machine to `part`, after those that are in it.  Raises OSError."""
-    with Path(listing.files[name].url or "").open("rb") as stream, part.open("ab") as target:
-        stream.seek(target.tell())
-        while piece := stream.read(4 << 20):
-            target.write(piece)
-            progress(len(piece))
+    buffer = memoryview(bytearray(_BLOCK_BYTES))
+    with Path(listing.files[name].url or "").open("rb", buffering=0) as stream:
+        stream.seek(part.n_bytes)
+        while n_bytes := stream.readinto(buffer):
+            part.write(buffer[:n_bytes])
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

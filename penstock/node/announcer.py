@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.wire.announcement import AnnounceAnswer, Announcement, GatewayAddress, MachineReading, engine_key
-from penstock.wire.gateways import clients, post_each
+from penstock.wire.gateways import ask_each, clients
 
 _TIMEOUT_S = 3.0
 
@@ -47,14 +47,18 @@ class AdminClient:
                 self._use(urls)
 
     def post_json(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """As `Client.post_json`. After a failure the next call tries the next URL."""
+        """As `Client.post_json`: the first answer. After a failure the next call tries the next URL."""
+        return self.post_all(path, body)[0]
+
+    def post_all(self, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """As `post_json`: the answers of all gateways that answer, one at least."""
         self._read_file()
         if not self._urls:
             raise PenstockError("the gateway has no address yet", is_retryable=True)
         at = self._at
         try:
-            answer: dict[str, Any] = post_each(clients(self._urls[at], self._token, _TIMEOUT_S), path, body)
-            return answer
+            gateways = clients(self._urls[at], self._token, _TIMEOUT_S)
+            return ask_each(gateways, lambda gateway: gateway.post_json(path, body))
         except PenstockError:
             self._at = (at + 1) % len(self._urls)
             raise
@@ -73,20 +77,22 @@ class AdminClient:
 
 
 class Announcer(threading.Thread):
-    """Posts the newest announcement to the gateway: every second, and at once when it changes.
+    """Posts the newest announcement to the gateway: every `every_s` seconds, and at once when it changes.
 
-    `on_leave` is called, from this thread, with each answer that orders the node to leave. Each post carries what
-    `machines` reads then; another reading is no change.
+    `on_answer` is called, from this thread, with each answer; of several gateways' the orders add up. Each post carries
+    what `machines` reads then; another reading is no change.
     """
+
+    every_s = 1.0
 
     def __init__(
         self,
         admin: AdminClient,
-        on_leave: Callable[[], None],
+        on_answer: Callable[[AnnounceAnswer], None],
         machines: Callable[[], tuple[MachineReading, ...]] = tuple,
     ) -> None:
         super().__init__(name="announcer", daemon=True)
-        self._admin, self._on_leave, self._machines = admin, on_leave, machines
+        self._admin, self._on_answer, self._machines = admin, on_answer, machines
         self._changed = threading.Condition()
         self._newest: Announcement | None = None
         self._posted: Announcement | None = None
@@ -110,15 +116,13 @@ class Announcer(threading.Thread):
     def run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._newest is not None and self._newest != self._posted, 1.0)
+                self._changed.wait_for(lambda: self._newest is not None and self._newest != self._posted, self.every_s)
                 newest = self._newest
             if newest is None:
                 continue
             try:
                 announcement = msgspec.structs.replace(newest, machines=self._machines())
-                answer = self._admin.post_json("/admin/announce", msgspec.to_builtins(announcement))
-                if msgspec.convert(answer, AnnounceAnswer).leave:
-                    self._on_leave()
+                self._on_answer(_joined(self._admin.post_all("/admin/announce", msgspec.to_builtins(announcement))))
                 is_taken = True
             except (PenstockError, msgspec.ValidationError):
                 is_taken = False
@@ -127,3 +131,9 @@ class Announcer(threading.Thread):
                 self._changed.notify_all()
             if not is_taken:
                 time.sleep(0.5)  # the gateway is down or starting: the controller restarts it
+
+
+def _joined(answers: Sequence[dict[str, Any]]) -> AnnounceAnswer:
+    """The first gateway's answer, with the wake that any of them orders: requests wait in each."""
+    first, *others = (msgspec.convert(answer, AnnounceAnswer) for answer in answers)
+    return msgspec.structs.replace(first, wake=first.wake or any(answer.wake for answer in others))

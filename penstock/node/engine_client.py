@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from penstock.engines import Metrics
+import msgspec
+
+from penstock.engines import Call, Metrics
 from penstock.errors import PenstockError
 from penstock.planner import Plan
 from penstock.wire import prometheus
@@ -16,6 +19,7 @@ from penstock.wire.client import Client
 
 _TIMEOUT_S = 5.0
 _PROBE_TIMEOUT_S = 120.0
+_SLEEP_TIMEOUT_S = 900.0  # hundreds of GiB to or from the memory of a machine, or from a disk
 _NO_SUCH_ROUTE = (404, 405, 501)  # an embedding or reranking model has no /v1/completions
 _MISSED_MAX = 3  # timeouts in a row; an error answer or a refused connection counts at once
 _ADAPTERS_MAX = 1024
@@ -37,8 +41,26 @@ class StallWatch:
         return now_s - self._since_s
 
 
+class IdleWatch:
+    """How long an engine has had nothing to do, as of the last look. Pure: the clock is passed in."""
+
+    def __init__(self) -> None:
+        self.idle_s = 0.0
+        self._iterations: float | None = None
+        self._since_s: float | None = None
+
+    def observe(self, n_requests: float, iterations: float, now_s: float) -> None:
+        """`n_requests` run or wait. `now_s` is monotonic."""
+        if n_requests > 0 or iterations != self._iterations or self._since_s is None:
+            self._iterations, self._since_s = iterations, now_s
+        self.idle_s = now_s - self._since_s
+
+    def forget(self) -> None:
+        self._since_s, self.idle_s = None, 0.0
+
+
 class EngineClient:
-    """One engine from its start to its end. All calls block; none raises.
+    """One engine from its start to its end. All calls block; none raises but `make`.
 
     `unreachable`: why its address does not lead to it, after a failed health check. A restart would not help.
     """
@@ -50,7 +72,8 @@ class EngineClient:
         self._names, self._plan = metrics, plan
         self._http = Client(url, key, timeout_s=_TIMEOUT_S)
         self._slow_http = Client(url, key, timeout_s=_PROBE_TIMEOUT_S)
-        self._stall, self._missed = StallWatch(), 0
+        self._key = key
+        self._stall, self._idle, self._missed = StallWatch(), IdleWatch(), 0
 
     def is_up(self) -> bool:
         try:
@@ -125,7 +148,23 @@ class EngineClient:
             cached_tokens=samples.get(names.cached_tokens or "", 0.0),
             at_s=round(now_s, 3),
         )
-        return self._stall.observe(running, sum(samples.get(name, 0.0) for name in names.iterations), now_s)
+        iterations = sum(samples.get(name, 0.0) for name in names.iterations)
+        self._idle.observe(running + self.load.waiting, iterations, now_s)
+        return self._stall.observe(running, iterations, now_s)
+
+    @property
+    def idle_s(self) -> float:
+        """For how long it had had no request when `stalled_s` looked."""
+        return self._idle.idle_s
+
+    def forget_idleness(self) -> None:
+        self._idle.forget()
+
+    def make(self, calls: Sequence[Call]) -> None:
+        """Calls of its own API, one after another, which may take minutes.  Raises PenstockError."""
+        client = Client(self.url, self._key, timeout_s=_SLEEP_TIMEOUT_S)
+        for call in calls:
+            client.send("POST", call.path, msgspec.json.encode(call.body) if call.body is not None else None)
 
     def is_busy(self) -> bool | None:
         """Whether requests run or wait; None when it does not answer."""

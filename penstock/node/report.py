@@ -7,11 +7,22 @@ import time
 
 from penstock import engines
 from penstock.engines import Diagnosis, Seen
+from penstock.models.fetch_files import Progress as FetchProgress
 from penstock.node.announcer import Announcer
 from penstock.node.load_choice import Chosen
 from penstock.node.ready_file import ReadyFile
 from penstock.run_folder import Launch
-from penstock.wire.announcement import Announcement, EngineLoad, NodeView, Process, Progress, ReplicaState, Restart
+from penstock.text import show_bytes
+from penstock.wire.announcement import (
+    SERVING,
+    Announcement,
+    EngineLoad,
+    NodeView,
+    Process,
+    Progress,
+    ReplicaState,
+    Restart,
+)
 
 _KEPT_RESTARTS = 10
 
@@ -85,6 +96,20 @@ class ReplicaReport:
         self._times.enter(timed_as or stage, time.monotonic())
         self._seen = Seen(Progress(stage, fraction=0.0))
 
+    def show(self, progress: FetchProgress) -> None:
+        """Announce how far the model's files are."""
+        fraction = progress.n_bytes / progress.total_bytes if progress.total_bytes else 1.0
+        stage = f"weights {progress.n_files}/{progress.total_files} files, {show_bytes(progress.n_bytes)}"
+        stage += f" of {show_bytes(progress.total_bytes)}"
+        seen = Progress(
+            f"{stage}, {progress.note}" if progress.note else stage,
+            bytes_per_s=progress.rate_bytes_per_s,
+            eta_s=progress.left_s,
+            fraction=fraction,
+        )
+        self._seen = Seen(seen)
+        self.announce(self.state)
+
     def ready(self, adapters: tuple[str, ...]) -> None:
         self.ready_after_s = round(time.time() - self._started_at, 2)
         self.start_s = self._times.end(time.monotonic())
@@ -107,7 +132,7 @@ class ReplicaReport:
         if state == "warming":
             self._times.enter("warming", time.monotonic())
         self.state = state
-        self._ready_file.set(is_ready=state == "ready")
+        self._ready_file.set(is_ready=state in SERVING)  # a probe must not end one that sleeps
         self._announcer.announce(
             Announcement(
                 replica=self._replica,

@@ -1,6 +1,7 @@
 """Runs next to every engine: starts, watches, announces, restarts and ends it.
 
-Life of an engine: starting -> loading -> warming (its /health answers) -> ready (it also gave a token). A ready engine
+Life of an engine: starting -> loading -> warming (its /health answers) -> ready (it also gave a token), and where the
+file lets it sleep: ready -> sleeping -> waking -> ready. A ready engine
 that dies, fails its health check, or makes no step for `stall_s` with requests running is ended with all it forked and
 restarted after a pause. One that cannot become ready is "failed": the node announces why and exits. SIGTERM, or the
 gateway's order to leave, drains; a second SIGTERM ends the drain.
@@ -14,6 +15,7 @@ import time
 from penstock import engines, processes
 from penstock.engines import Diagnosis, Engine
 from penstock.errors import PenstockError
+from penstock.models.fetch_files import Progress
 from penstock.node.announcer import AdminClient, Announcer
 from penstock.node.engine_client import EngineClient
 from penstock.node.engine_process import EngineProcess
@@ -25,9 +27,10 @@ from penstock.node.local_processes import NodeArgs, NodeProcesses, Prerequisites
 from penstock.node.readings import Readings
 from penstock.node.ready_file import ReadyFile
 from penstock.node.report import ReplicaReport
+from penstock.node.sleep import Sleeper
 from penstock.run_folder import Launch
 from penstock.text import show_seconds
-from penstock.wire.announcement import MachineReading, NodeView, Process, ReplicaState
+from penstock.wire.announcement import AnnounceAnswer, MachineReading, NodeView, Process, ReplicaState
 
 _TICK_S = 0.25
 _LOOK_EVERY_S = 1.0
@@ -58,8 +61,9 @@ class NodeSupervisor:
         self._launch, self._plan, self._engine = launch, launch.plan, engine
         self._args, self._admin, self._prerequisites = args, admin, needs
         self._readings = readings
-        self._announcer = Announcer(admin, self.leave, self._machines)
+        self._announcer = Announcer(admin, self._obey, self._machines)
         self._report = ReplicaReport(launch, args.replica, self._announcer, file)
+        self._sleeper = Sleeper(launch.plan, engine, self._report, self._announcer, self._is_stopped)
         self._wake = threading.Event()
         self._local = NodeProcesses(launch.plan, engine, args, self._is_stopped)
         self._leader: GroupLeader | None = None
@@ -79,6 +83,11 @@ class NodeSupervisor:
         """The gateway's order to leave: a first stop, never a second one."""
         if not self.stops:
             self.stop()
+
+    def _obey(self, answer: AnnounceAnswer) -> None:
+        if answer.leave:
+            self.leave()
+        self._sleeper.obey(answer)
 
     def _machines(self) -> tuple[MachineReading, ...]:
         """This node's first, then those of the other nodes."""
@@ -140,8 +149,10 @@ class NodeSupervisor:
         if self._report.state != "restarting":
             self._announce("starting")
         try:
-            plan, self._args = self._prerequisites.resolve()
+            plan, self._args = self._prerequisites.resolve(self._show)
         except PenstockError as exc:
+            if self.stops:
+                return None
             return Diagnosis(exc.message, exc.hint, is_final=not exc.is_retryable)
         self._report.loading = self._prerequisites.loading
         self._local.use(plan, self._args)
@@ -156,13 +167,21 @@ class NodeSupervisor:
             address = formation.head.address if formation else self._own_address()
             if address is None:
                 return None
-            host, key = address, self._admin.engine_key
+            host = address
+        if self._launch.engines_need_key:
+            key = self._admin.engine_key
         self._report.stage("imports")
         url = self._local.start_engine(host, key, formation, self._on_line)
         self._client = EngineClient(url, key, self._engine.metrics, self._plan)
         self._report.url = self._args.url or url
         self._announce("starting")
         return None
+
+    def _show(self, progress: Progress) -> None:
+        """How far the model's files are, here and on the other nodes."""
+        if self._leader is not None:
+            self._report.nodes = self._leader.preparing()
+        self._report.show(progress)
 
     def _own_address(self) -> str | None:
         """This machine's address as the gateway sees it. Waits for the gateway; None when the node is stopped."""
@@ -248,17 +267,21 @@ class NodeSupervisor:
 
     def _while_ready(self) -> Diagnosis | None:
         process, client = self._running()
+        self._sleeper.begin()
         self._vital = tuple(part for part in self._report.processes if part.role.startswith(self._engine.vital_roles))
         next_health, next_metrics = 0.0, 0.0
         while not self.stops:
-            code = process.exit_code()
-            if code is not None:
-                return self._death(process, code)
             # Every tick (0.1 ms): its server lives on for a moment and answers every request with an error.
-            lost = self._lost_process(process) or self._trouble()
+            lost = self._loss()
             if lost:
                 return lost
             now = time.monotonic()
+            if self._sleeper.is_due(client, now):
+                lost = self._sleeper.run(client, self._loss)
+                if lost:
+                    return lost
+                next_health = next_metrics = 0.0
+                continue
             if now >= next_health:
                 next_health = now + _HEALTH_EVERY_S
                 problem = client.health_problem()
@@ -276,6 +299,12 @@ class NodeSupervisor:
             self._announce("ready")
             self._pause(_TICK_S)
         return None
+
+    def _loss(self) -> Diagnosis | None:
+        """Why the engine, or a part of it, is gone; None while all of it lives."""
+        process = self._running()[0]
+        code = process.exit_code()
+        return self._death(process, code) if code is not None else self._lost_process(process) or self._trouble()
 
     def _running(self) -> tuple[EngineProcess, EngineClient]:
         assert self._local.engine is not None and self._client is not None

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from penstock.models import ModelFacts
-from penstock.spec.deployment import Parallel, Scalar
+from penstock.spec.deployment import Parallel, Scalar, Sleep
 
 Device = Literal["cpu", "cuda"]
 
@@ -64,6 +64,7 @@ class Plan(msgspec.Struct, frozen=True):
     tpot_ms: float | None = None
     traces_endpoint: str | None = None  # of OTLP over HTTP
     gpu_hour_usd: float | None = None
+    sleep: Sleep | None = None
 
     @property
     def ranks_each(self) -> int:

@@ -156,6 +156,7 @@ def _plan(
         ttft_ms=deployment.workload.ttft_ms,
         tpot_ms=deployment.workload.tpot_ms,
         traces_endpoint=None if deployment.gateway.traces is None else deployment.gateway.traces.endpoint,
+        sleep=deployment.engine.sleep,
     )
 
 

@@ -56,6 +56,18 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.tensor * self.pipeline * self.data
 
 
+class Sleep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The engine may sleep: its GPU memory is freed, its process stays, and the next request wakes it. vLLM on GPUs.
+
+    `after_s`: it falls asleep by itself after that time without a request; absent, on `penstock sleep` alone.
+    `level`: 1 keeps the weights in the machine's memory; 2 drops them, and waking reads the files again; auto takes 1
+    where they fit into 90 % of the free memory.
+    """
+
+    after_s: float | None = None
+    level: Literal["auto", 1, 2] = "auto"
+
+
 class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The engine and its own settings. `args` are engine flags without dashes in front, passed through as they are;
     a mapping becomes JSON. `env`: text or numbers; true and false become 1 and 0.
@@ -78,6 +90,7 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ray_dashboard_host: str = "127.0.0.1"
     stall_s: float = 60.0
     drain_s: float = 120.0
+    sleep: Sleep | None = None
 
     @property
     def flags(self) -> dict[str, Scalar | list[Scalar]]:
@@ -132,7 +145,7 @@ class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `metric`: what the number follows. slo: as many as `workload.ttft_ms` needs at the load to come; waiting, in_flight
     (requests), kv (share of the cache in use), rate (requests a second): the sum over all replicas divided by `target`,
     absent 10, 64, 0.8; rate has no default. `up`, `down`: limits of changes. `idle_s`: with `min: 0` the last replica
-    ends after that time without a request, at the earliest after three start times.
+    ends after that time without a request, at the earliest after three start times. `up` starts one in any case.
     """
 
     min: int = 1
@@ -143,6 +156,15 @@ class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     down: ScalingRules | None = None
     idle_s: float = 900.0
     schedule: tuple[ScheduledMin, ...] = ()
+
+    @property
+    def follows_load(self) -> bool:
+        return self.max > self.min
+
+    @property
+    def first(self) -> int:
+        """How many `up` starts: with `min: 0` one, which proves that it works."""
+        return max(self.min, 1) if self.follows_load else self.min
 
 
 class GatewaySpec(GatewaySettings, frozen=True, forbid_unknown_fields=True):
@@ -227,10 +249,17 @@ class Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     it starts. The others hold the model's folder and are only read: `pvc:CLAIM/PATH`, `gs://BUCKET/PATH` (Cloud Storage
     FUSE of GKE), `s3://BUCKET/PATH` (vLLM streams it), `image:REFERENCE` (an image volume), and a folder of the nodes.
 
+    `stage`: where each node keeps a copy of the weights to load from. `none`: nowhere, a model's folder is read where
+    it is. A folder of the nodes, with their variables ($SLURM_TMPDIR/models): it stays there for the next start.
+    `auto`: on the node's own scratch disk ($SLURM_TMPDIR, $TMPDIR, /tmp) where the weights lie on a file system of
+    other machines; it goes with the last node on the machine that uses it. The nodes pass the files on to each other,
+    so that the source sends each byte about once.
+
     `allow_pickle`: fetch weights that are pickled (*.bin, *.pt) where there are no others; loading them can run code.
     """
 
     weights: str | None = None
+    stage: str = "none"
     allow_pickle: bool = False
 
     @property

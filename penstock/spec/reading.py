@@ -309,6 +309,7 @@ _AT_LEAST: dict[str, float] = {
     "engine.join_timeout_s": 1,
     "engine.stall_s": 1,
     "engine.drain_s": 0,
+    "engine.sleep.after_s": 1,
     "workload.input_tokens": 1,
     "workload.output_tokens": 1,
     "workload.concurrency": 1,
@@ -364,6 +365,10 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
         yield Problem("engine.load", f'"{deployment.engine.load}" is not a load format', "example: runai_streamer")
     if deployment.engine.load != "auto" and any(bare_flag(key) == "load-format" for key in deployment.engine.args):
         yield Problem("engine.load", "is given next to engine.args.load-format", "keep one of them")
+    opened = [route for route in deployment.gateway.engine_routes if not route.startswith("/v1/")]
+    if deployment.engine.sleep is not None and opened:
+        hint = "remove it: with engine.sleep the engine has routes there that call any of its methods"
+        yield Problem("gateway.engine_routes", f'opens "{opened[0]}" next to engine.sleep', hint)
     for name in deployment.engine.env:
         if not name or "=" in name or "\0" in name:
             yield Problem("engine.env", f'"{name}" is not a name of an environment variable')

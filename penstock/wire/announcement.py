@@ -9,8 +9,22 @@ from typing import Any, Literal
 import msgspec
 
 ReplicaState = Literal[
-    "queued", "starting", "loading", "warming", "ready", "stalled", "restarting", "stopping", "failed"
+    "queued",
+    "starting",
+    "loading",
+    "warming",
+    "ready",
+    "sleeping",
+    "waking",
+    "stalled",
+    "restarting",
+    "stopping",
+    "failed",
 ]
+# What serves: a sleeping replica takes requests too, it only lets the first one wait.
+SERVING = ("ready", "sleeping", "waking")
+ASLEEP = "asleep"  # how the stage of a replica begins that has fallen asleep
+SLEEPLESS = "does not sleep"  # how the reason of a ready replica begins that should sleep and cannot
 
 
 class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -194,10 +208,13 @@ class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class AnnounceAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer of POST /admin/announce. `leave` orders the node to drain and exit, as SIGTERM does."""
+    """The answer of POST /admin/announce. `leave` orders the node to drain and exit, as SIGTERM does; `sleep` to put
+    its engine to sleep when no request runs, `wake` to wake it at once."""
 
     draining: bool
     leave: bool = False
+    sleep: bool = False
+    wake: bool = False
 
 
 class ReplicaView(msgspec.Struct, frozen=True):
@@ -211,11 +228,33 @@ class ReplicaView(msgspec.Struct, frozen=True):
     is_ejected: bool = False
 
 
+class LoadCounts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one gateway has counted since it started, `age_s` seconds ago. `gateway`: another name after each start.
+
+    `arrivals`: requests, with `body_bytes` in their bodies; of those with known usage `known_bytes` held `known_tokens`
+    that no cache had. `output_tokens`: of answers that have ended. `ttft_good` of `ttft_total` streams kept what was
+    promised.
+    """
+
+    gateway: str
+    age_s: float = 0.0
+    arrivals: int = 0
+    body_bytes: int = 0
+    known_bytes: int = 0
+    known_tokens: int = 0
+    output_tokens: int = 0
+    ttft_good: int = 0
+    ttft_total: int = 0
+
+
 class GatewayView(msgspec.Struct, frozen=True):
+    """`counts` has a row for each gateway."""
+
     replicas: tuple[ReplicaView, ...]
     in_flight_total: int
     waiting: int
     requests_total: int
+    counts: tuple[LoadCounts, ...] = ()
 
 
 def engine_key(token: str) -> str:

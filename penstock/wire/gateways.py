@@ -74,4 +74,5 @@ def joined(views: Sequence[GatewayView]) -> GatewayView:
     totals = {
         field: sum(getattr(view, field) for view in views) for field in ("in_flight_total", "waiting", "requests_total")
     }
-    return GatewayView(tuple(rows[name] for name in sorted(rows)), **totals)
+    counts = tuple(row for view in views for row in view.counts)
+    return GatewayView(tuple(rows[name] for name in sorted(rows)), **totals, counts=counts)

@@ -30,7 +30,11 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class DeploymentNews(msgspec.Struct, frozen=True):
-    """What only the controller knows; the body of POST /admin/news. `states`: number of replicas by state."""
+    """What only the controller knows; the body of POST /admin/news. `states`: number of replicas by state.
+
+    `ready_in_s`: seconds until the next replica is expected to be ready, where none is and one starts; `failure`: why
+    the last start failed.
+    """
 
     deployment: str
     phase: str
@@ -39,6 +43,8 @@ class DeploymentNews(msgspec.Struct, frozen=True):
     n_restarts: int = 0
     reason: str | None = None
     events: tuple[Event, ...] = ()  # the newest last
+    ready_in_s: float | None = None
+    failure: str | None = None
 
 
 class Rates(msgspec.Struct, frozen=True):

@@ -72,6 +72,9 @@ METRICS: dict[str, Metric] = {
     "request_seconds": Metric("histogram", "From a request to the end of its answer.", _SERVED, "seconds"),
     # What the controller posts, and what the configuration says.
     "replicas_desired": Metric("gauge", "Replicas that were asked for.", joined="each"),
+    "desired_replicas": Metric(
+        "gauge", "Replicas that each model should have now, at 0 too.", ("deployment", "model"), joined="each"
+    ),
     "replicas": Metric("gauge", "Replicas, by state.", ("state",), joined="each"),
     "controller_age_seconds": Metric("gauge", "Since the controller's last report.", (), "seconds", joined="each"),
     "slo_target_seconds": Metric("gauge", "Promised latencies.", ("metric",), "seconds", joined="each"),

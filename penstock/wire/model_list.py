@@ -18,9 +18,9 @@ class ReplicaCount(msgspec.Struct, frozen=True):
 class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """One model of a server; None where it does not say.
 
-    `state`: "ready", "loading" or "unavailable". `max_model_len`: tokens of a prompt and its answer together.
-    `progress`: of the replica that is nearest to ready, while none is. `input_modalities`: ("text", "image"); empty
-    where it does not say.
+    `state`: "ready", "loading", "sleeping" (a request wakes it) or "unavailable". `max_model_len`: tokens of a prompt
+    and its answer together. `progress`: of the replica that is nearest to ready, while none is. `input_modalities`:
+    ("text", "image"); empty where it does not say.
     """
 
     name: str = msgspec.field(name="id")

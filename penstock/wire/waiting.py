@@ -18,7 +18,8 @@ class Waiting(msgspec.Struct, frozen=True, omit_defaults=True):
     """Why there is no text yet. None where it is not known.
 
     `stage`: "queue" (replicas are ready, all busy), a state of the nearest replica ("queued", "starting", "loading",
-    "warming", "restarting"), "waiting" (no replica is on its way), or "prompt": a replica, `replica`, has the request.
+    "warming", "restarting", "sleeping", "waking"), "waiting" (no replica is on its way), or "prompt": a replica,
+    `replica`, has the request.
     `ahead`: waiting requests that go before this one. `fraction`: of the start, 0 to 1; `eta_s`: its seconds left.
     """
 

@@ -7,14 +7,15 @@ import msgspec
 from penstock.deployment.controller.decide import Event
 from penstock.run_folder import Phase, ReplicaStatus, State
 from penstock.text import show_seconds
-from penstock.wire.announcement import Announcement
+from penstock.wire.announcement import ASLEEP, Announcement
 
 _LEAST_SHARE = 0.01  # of a start's time, for a stage to be in the text; `seconds` has all
 
 
 class Noted(msgspec.Struct, frozen=True):
     """What events exist for. `ready`: when the start began that made a replica ready; `restarted_at`: its newest
-    restart; `loading`: what was said of its weights. All outlive a gateway, which forgets announcements when it ends.
+    restart; `loading`: what was said of its weights; `asleep`: replicas that sleep. All outlive a gateway, which
+    forgets announcements when it ends.
     """
 
     phase: Phase | None = None
@@ -22,6 +23,7 @@ class Noted(msgspec.Struct, frozen=True):
     restarted_at: dict[str, float] = {}
     draining: frozenset[str] = frozenset()
     loading: dict[str, str] = {}
+    asleep: frozenset[str] = frozenset()
 
 
 def noted_of(state: State | None) -> Noted:
@@ -36,7 +38,7 @@ def changes(state: State, noted: Noted) -> tuple[tuple[Event, ...], Noted]:
         why = f": {state.reason}" if state.reason else ""
         events.append(Event("phase", f"{noted.phase} -> {state.phase}{why}"))
     ready, restarted_at, draining = dict(noted.ready), dict(noted.restarted_at), set(noted.draining)
-    loading = dict(noted.loading)
+    loading, asleep = dict(noted.loading), set(noted.asleep)
     for row in state.replicas:
         name, announcement = row.replica, row.announcement
         if announcement is None:
@@ -51,11 +53,30 @@ def changes(state: State, noted: Noted) -> tuple[tuple[Event, ...], Noted]:
         if row.state == "ready" and (name not in ready or ready[name] != announcement.started_at):
             ready[name] = announcement.started_at
             events.append(Event("replica ready", _start_text(announcement), name, announcement.start_s))
+        events += _sleep_events(row, announcement, asleep)
         if row.is_draining and name not in draining:
             events.append(Event("replica draining", _drain_text(row), name))
         (draining.add if row.is_draining else draining.discard)(name)
-    draining &= {row.replica for row in state.replicas}
-    return tuple(events), Noted(state.phase, ready, restarted_at, frozenset(draining), loading)
+    names = {row.replica for row in state.replicas}
+    draining, asleep = draining & names, asleep & names
+    return tuple(events), Noted(state.phase, ready, restarted_at, frozenset(draining), loading, frozenset(asleep))
+
+
+def _sleep_events(row: ReplicaStatus, announcement: Announcement, asleep: set[str]) -> list[Event]:
+    """Of falling asleep and waking; `asleep` is brought up to date."""
+    name, progress = row.replica, announcement.progress
+    if row.state == "sleeping" and progress is not None and progress.stage.startswith(ASLEEP) and name not in asleep:
+        asleep.add(name)
+        return [Event("replica asleep", progress.stage + _took(announcement, "sleep_s"), name)]
+    if row.state in ("sleeping", "waking") or name not in asleep:
+        return []
+    asleep.discard(name)
+    return [Event("replica awake", "awake" + _took(announcement, "wake_s"), name)] if row.state == "ready" else []
+
+
+def _took(announcement: Announcement, name: str) -> str:
+    seconds = announcement.measured.get(name)
+    return "" if seconds is None else f" after {show_seconds(seconds)}"
 
 
 def _start_text(announcement: Announcement) -> str:

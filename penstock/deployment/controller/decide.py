@@ -9,7 +9,7 @@ import msgspec
 from penstock.deployment.observe import Observation, is_silent
 from penstock.run_folder import Desired, Kind, Unit, order, replica
 from penstock.targets import Placement
-from penstock.wire.announcement import ReplicaView
+from penstock.wire.announcement import SERVING, ReplicaView
 
 _LEAD_S = 60.0
 _GATEWAY_LEAD_S = 120.0
@@ -117,8 +117,9 @@ def decide(desired: Desired, seen: Observation, memory: Memory, now: float, wall
 
 
 def _replicas(desired: Desired, seen: Observation, memory: Memory, now: float, silent: Collection[str]) -> Decision:
-    """Replicas beyond the number (failed ones first, then the highest numbers) drain, and end when nothing runs on
-    them. A replica whose machines are about to be reclaimed, or are silent, is replaced before it is ended.
+    """Replicas beyond the number (failed ones first, then queued ones, then the highest numbers) drain, and end when
+    nothing runs on them. A replica whose machines are about to be reclaimed, or are silent, is replaced before it is
+    ended.
 
     A silent one is ended when no request runs on it any more: it may have lost its way to the gateway alone.
     """
@@ -126,10 +127,10 @@ def _replicas(desired: Desired, seen: Observation, memory: Memory, now: float, s
     current = [unit.name for unit in _of(seen, "replica")]
     staying = [name for name in current if name not in memory.leaving]
     down = {name for name in current if seen.placements[replica(name)].state in ("gone", "broken")}
-    wanted = _wanted(staying, desired.replicas, failed | down, taken=current)
+    queued = {name for name in current if seen.placements[replica(name)].state == "queued"}
+    wanted = _wanted(staying, desired.replicas, failed | down, queued, taken=current)
     rows = {row.announcement.replica: row for row in (seen.view.replicas if seen.view else ())}
     n_missing = desired.replicas - sum(_is_ready(rows.get(name)) for name in wanted)
-    queued = {name for name in current if seen.placements[replica(name)].state == "queued"}
     kept = [name for name in current if name in memory.leaving and not _is_gone(seen, name) and name not in queued]
     kept = kept[: max(0, n_missing)]
     extra = [name for name in current if name not in wanted and name not in kept]
@@ -165,7 +166,7 @@ def leaving(seen: Observation, wall_s: float, drain_s: float) -> frozenset[str]:
     names = set()
     for row in seen.view.replicas if seen.view else ():
         announcement, placement = row.announcement, seen.placements.get(replica(row.announcement.replica))
-        if placement is None or placement.ends_at is None or announcement.state != "ready":
+        if placement is None or placement.ends_at is None or announcement.state not in SERVING:
             continue
         lead_s = placement.lead_s
         if lead_s is None:
@@ -187,12 +188,15 @@ def _is_lost(seen: Observation, row: ReplicaView, wall_s: float) -> bool:
 
 
 def _is_ready(row: ReplicaView | None) -> bool:
-    return row is not None and row.is_alive and row.announcement.state == "ready"
+    return row is not None and row.is_alive and row.announcement.state in SERVING
 
 
-def _wanted(current: Sequence[str], n_replicas: int, down: frozenset[str], taken: Sequence[str] = ()) -> list[str]:
-    """The replicas to keep: of `current` first those that are not `down`, lowest numbers first, then free numbers."""
-    kept = sorted(current, key=lambda name: (name in down, _number(name)))[:n_replicas]
+def _wanted(
+    current: Sequence[str], n_replicas: int, down: Collection[str], queued: Collection[str], taken: Sequence[str]
+) -> list[str]:
+    """The replicas to keep: of `current` first those that are not `down`, then those that are not `queued`, lowest
+    numbers first, then free numbers."""
+    kept = sorted(current, key=lambda name: (name in down, name in queued, _number(name)))[:n_replicas]
     number = 0
     while len(kept) < n_replicas:
         if str(number) not in kept and str(number) not in taken:

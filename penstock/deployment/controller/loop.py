@@ -23,13 +23,26 @@ from penstock.deployment.controller.child import Child
 from penstock.deployment.controller.decide import Decision, Event, Memory, decide
 from penstock.deployment.controller.news import NewsPoster
 from penstock.deployment.controller.prometheus import Prometheus
+from penstock.deployment.controller.scaler import Look, Scaler
 from penstock.deployment.observe import History, Observation, gateways, look, summarise
 from penstock.errors import PenstockError
 from penstock.paths import is_full
 from penstock.processes import Backoff
-from penstock.run_folder import KEPT_RESTARTS, Desired, Part, ReplicaStatus, Run, State, Unit, order, replica, unit_of
+from penstock.run_folder import (
+    KEPT_RESTARTS,
+    Desired,
+    Part,
+    ReplicaStatus,
+    Run,
+    State,
+    Unit,
+    order,
+    replica,
+    unit_of,
+)
 from penstock.wire.announcement import Announcement, Process, Restart
 from penstock.wire.gateways import post_each
+from penstock.wire.scaling import Scaling
 
 _TICK_S = 0.4
 _WRITE_EVERY_S = 1.0
@@ -80,8 +93,10 @@ class Controller:
         self._refusal: _Refusal | None = None
         self._watchdog: Process | None = None
         self._written: tuple[float, State] | None = None
+        self._scaler = Scaler(run, deployment, self._plan, last) if deployment.replicas.follows_load else None
         self._news = NewsPoster(run)
         self._noted = noted_of(last)
+        self._passed_on = run.desired().order if last is not None else None  # by the controller before this one
         self._children: list[Child] = []
         self._prometheus: Prometheus | None = None
         is_placed, has_folder = own is not None, own is None or self.target.shares_files
@@ -112,10 +127,14 @@ class Controller:
         self._note_failures(seen)
         self._note_repairs(seen)
         self._keep_measured(seen)
+        scaling = self._scale(desired, seen)
+        if scaling is not None:
+            desired = msgspec.structs.replace(desired, replicas=scaling.replicas)
+        self._pass_on(desired, seen)
         decision = self._act(desired, seen)
         self._note_refusal()
         self._note_children(seen)
-        state = summarise(desired, seen, self.history, time.time())
+        state = summarise(desired, seen, self.history, time.time(), scaling)
         was_ready = self.history.was_ready or state.phase == "ready"
         self.history = msgspec.structs.replace(self.history, was_ready=was_ready)
         events, self._noted = changes(state, self._noted)
@@ -123,6 +142,19 @@ class Controller:
         self._write(state)
         self._news.post(state)
         return decision
+
+    def _scale(self, desired: Desired, seen: Observation) -> Scaling | None:
+        """How many replicas there shall be now, where that follows the load."""
+        if self._scaler is None:
+            return None
+        look = Look(seen, self.history.failed, self.history.refused, self._memory.leaving)
+        scaling = self._scaler.step(desired, look, time.time())
+        self._post_each("/admin/forget", self._scaler.retried)
+        failed = {name: row for name, row in self.history.failed.items() if name not in self._scaler.retried}
+        self.history = msgspec.structs.replace(self.history, failed=failed)
+        self._add_events(self._scaler.events)
+        self._scaler.events.clear()
+        return scaling
 
     def _add_events(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -227,6 +259,8 @@ class Controller:
             if announcement.state != "ready" or start in self._measured:
                 continue
             self._measured.add(start)
+            if self._scaler is not None:
+                self._scaler.note_ready()
             try:
                 start_times.keep(self._plan, announcement)
                 path = measured.keep(self._plan, announcement.measured, time.time())
@@ -235,6 +269,13 @@ class Controller:
                 continue
             if path is not None:
                 self.run.add_event("measured values kept", str(path), replica=announcement.replica)
+
+    def _pass_on(self, desired: Desired, seen: Observation) -> None:
+        """What all replicas shall do once goes to the gateways, whose answers to announcements order it."""
+        if desired.order is None or desired.order == self._passed_on or seen.view is None:
+            return
+        self._passed_on = desired.order
+        self._post_each(f"/admin/{desired.order.word}", [row.announcement.replica for row in seen.view.replicas])
 
     # ---- acting ------------------------------------------------------------------------------------------------------
 

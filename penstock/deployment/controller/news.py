@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
+
 from penstock.deployment.observe import gateways
 from penstock.errors import PenstockError
 from penstock.run_folder import Run, State
@@ -18,7 +20,10 @@ AGAIN_S = 1.0  # after a failure
 MAX_EVENTS = 100
 
 
-def make_news(name: str, state: State, events: tuple[Event, ...]) -> DeploymentNews:
+def make_news(name: str, state: State, events: tuple[Event, ...], now: float) -> DeploymentNews:
+    """`now` in Unix seconds."""
+    scaling = state.scaling
+    ready_at = scaling.ready_at if scaling is not None else None
     return DeploymentNews(
         deployment=name,
         phase=state.phase,
@@ -27,7 +32,13 @@ def make_news(name: str, state: State, events: tuple[Event, ...]) -> DeploymentN
         n_restarts=sum(row.n_restarts for row in state.replicas),
         reason=state.reason,
         events=events,
+        ready_in_s=None if ready_at is None else round(max(0.0, ready_at - now), 1),
+        failure=scaling.failure if scaling is not None else None,
     )
+
+
+def _without_time(news: DeploymentNews) -> DeploymentNews:
+    return news if news.ready_in_s is None else msgspec.structs.replace(news, ready_in_s=0.0)
 
 
 class NewsPoster:
@@ -45,9 +56,9 @@ class NewsPoster:
         """Does not block. What changes while a post is under way goes with the next."""
         if state.gateway.state != "running" or (self._thread is not None and self._thread.is_alive()):
             return
-        news = make_news(self._run.name, state, self._read_events())
+        news = make_news(self._run.name, state, self._read_events(), time.time())
         now = self._clock()
-        is_change = self._posted is not None and news != self._posted
+        is_change = self._posted is not None and _without_time(news) != _without_time(self._posted)
         if not is_change and now - self._tried_at < (EVERY_S if self._posted is not None else AGAIN_S):
             return
         self._tried_at = now

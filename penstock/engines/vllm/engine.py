@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.engines import (
     KEY_VARIABLE,
+    Call,
     Command,
     Diagnosis,
     Disk,
@@ -116,6 +117,33 @@ class Vllm(Engine):
             return ("text",)
         return dense.input_modalities(plan.model.architecture)
 
+    def why_sleepless(self, plan: Plan) -> str | None:
+        if plan.device != "cuda":
+            return "vLLM sleeps on GPUs alone"
+        if not _is_since(plan.engine_version, names.SLEEP_SINCE):
+            least = ".".join(map(str, names.SLEEP_SINCE))
+            return f"vLLM {plan.engine_version} is older than {least}, or its version is not known"
+        if plan.n_nodes > 1:
+            return f"a replica over {plan.n_nodes} nodes sleeps on none of them in this version"
+        load_format = _load_format(plan)
+        if load_format == names.SLEEPLESS_FORMAT:
+            return f"with load format {load_format} another process holds the weights"
+        if plan.sleep is not None and plan.sleep.level not in ("auto", *self.sleep_levels(plan)):
+            return f"with load format {load_format} vLLM cannot load the weights again, as level 2 must"
+        return None
+
+    def sleep_levels(self, plan: Plan) -> tuple[int, ...]:
+        return (1, 2) if _load_format(plan) in names.RELOADED else (1,)
+
+    def sleep_calls(self, level: int) -> tuple[Call, ...]:
+        return (Call(names.SLEEP.format(level=level)),)
+
+    def wake_calls(self, level: int) -> tuple[Call, ...]:
+        if level == 1:
+            return (Call(names.WAKE),)
+        reload = (Call(names.WAKE_WEIGHTS), Call(names.RPC, names.RELOAD))
+        return (*reload, Call(names.WAKE_CACHE), Call(names.RESET_PREFIX_CACHE))
+
     def command(self, plan: Plan, place: Place) -> Command:
         argv = [place.python, "-m", PROGRAM, "serve", plan.model.path]
         argv += [names.FLAGS["served_names"], *plan.served_names]
@@ -130,6 +158,9 @@ class Vllm(Engine):
         if place.key is not None:
             argv += [names.FLAGS["middleware"], KEY_MIDDLEWARE]
             env[KEY_VARIABLE] = place.key
+        if plan.sleep is not None:
+            argv += sleep_flags(plan)
+            env |= names.DEV_MODE
         if _traces_spans(plan) and not _lacks_traces():
             argv += [names.FLAGS["traces"], f"{plan.traces_endpoint}/v1/traces"]
             env |= names.TRACES_PROTOCOL
@@ -176,6 +207,15 @@ def _missing_library() -> Missing | None:
 def engine_flags(plan: Plan) -> list[str]:
     """Of the engine, with a server or without: context, layout, memory."""
     return [names.FLAGS["max_model_len"], str(plan.max_model_len), *_layout_flags(plan), *_device_flags(plan)]
+
+
+def _load_format(plan: Plan) -> str:
+    flag = bare_flag(names.FLAGS["load_format"])
+    return str(next((value for key, value in plan.args.items() if bare_flag(key) == flag), "auto"))
+
+
+def sleep_flags(plan: Plan) -> list[str]:
+    return [] if plan.sleep is None or _is_given(plan, "sleep") else [names.FLAGS["sleep"]]
 
 
 def pass_through(args: dict[str, Scalar | list[Scalar]]) -> list[str]:

@@ -41,7 +41,24 @@ FLAGS = {
     "load_format": "--load-format",
     "load_strategy": "--safetensors-load-strategy",
     "load_extra": "--model-loader-extra-config",
+    "sleep": "--enable-sleep-mode",
 }
+
+# Sleep (`entrypoints/serve/dev/`, `v1/engine/core.py`): these routes exist with the variable alone, next to others that
+# call any method of the workers. `mode=wait`: what runs ends first, what comes later waits until the engine is awake.
+# Level 2 has room for the weights when they are awake, and loads them before it takes room for the KV cache.
+SLEEP_SINCE = (0, 30)
+DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
+SLEEP, WAKE = "/sleep?level={level}&mode=wait", "/wake_up"
+WAKE_WEIGHTS, WAKE_CACHE = "/wake_up?tags=weights", "/wake_up?tags=kv_cache"
+RPC, RELOAD = "/collective_rpc", {"method": "reload_weights"}
+RESET_PREFIX_CACHE = "/reset_prefix_cache"
+# Formats whose loaders load a second time (`get_all_weights`).
+RELOADED = (
+    *("auto", "hf", "mistral", "fastsafetensors", "instanttensor", "npcache", "pt", "runai_streamer", "safetensors"),
+)
+# Weights of this format live in another process (`model_executor/model_loader/weight_cache/ipc_loader.py`).
+SLEEPLESS_FORMAT = "ipc_cache"
 
 # How weights are read (`config/load.py`, the same in 0.30 to 0.33), and the packages that some formats need: 0.33
 # brings instanttensor, `vllm[runai]` the streamer.
@@ -306,6 +323,8 @@ class Milestone(NamedTuple):
 
 
 MILESTONES = (
+    # Each worker prints its own.
+    Milestone(re.compile(r"Sleep mode freed ([\d.]+) GiB memory"), None, None, ("sleep_freed_gib",)),
     Milestone(re.compile(r"non-default args:"), "config", 0.1),
     Milestone(re.compile(r"Initializing a V1 LLM engine"), "engine", 0.3),
     Milestone(re.compile(r"Starting to load model|Loading model from scratch"), "weights", 0.5),

@@ -92,7 +92,7 @@ const showMoment = orNone((at) => {
 // Words for states, and which colour they have.
 
 const TONES = new Map([
-  ["ready", "good"], ["starting", "busy"], ["loading", "busy"], ["warming", "busy"], ["queued", "busy"],
+  ["ready", "good"], ["starting", "busy"], ["loading", "busy"], ["warming", "busy"], ["queued", "busy"], ["waking", "busy"], ["sleeping", "quiet"],
   ["stalled", "warn"], ["restarting", "warn"], ["degraded", "warn"], ["stopping", "quiet"], ["down", "quiet"],
   ["failed", "bad"], ["silent", "bad"],
 ]);

@@ -27,6 +27,7 @@ class NewsBoard:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._newest: DatedNews | None = None
+        self._models = tuple(model.name for model in config.models)
         promises = (("ttft", config.slo.ttft_ms), ("tpot", config.slo.tpot_ms))
         self._slo: dict[Labels, float] = {(("metric", name),): ms / 1000 for name, ms in promises if ms is not None}
 
@@ -53,6 +54,13 @@ class NewsBoard:
             news = self._newest.news
             families += [
                 ("replicas_desired", {(): news.desired_replicas}),
+                (
+                    "desired_replicas",
+                    {
+                        (("deployment", news.deployment), ("model", model)): news.desired_replicas
+                        for model in self._models
+                    },
+                ),
                 ("replicas", {(("state", state),): n for state, n in news.states.items()}),
                 ("controller_age_seconds", {(): round(max(0.0, now - self._newest.at), 3)}),
             ]

@@ -18,7 +18,8 @@ from penstock.spec.gateway import PolicyName
 from penstock.wire.announcement import Announcement, EngineLoad, GatewayView, Progress, ReplicaView
 from penstock.wire.waiting import Waiting
 
-ModelState = Literal["ready", "loading", "unavailable"]
+ModelState = Literal["ready", "loading", "sleeping", "unavailable"]
+Order = Literal["sleep", "wake"]
 
 RETRY_AFTER_S = 5
 RETRY_AFTER_S_MAX = 600
@@ -31,7 +32,9 @@ SEARCHED_BYTES = 4096  # of a response, for its id
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
 _RESPONSE_ID: Final = re.compile(rb"\"id\"\s*:\s*\"(resp_[A-Za-z0-9_\-]{1,128})\"")
-_COMING_STATES: Final = frozenset(("queued", "starting", "loading", "warming", "restarting"))
+_COMING_STATES: Final = frozenset(
+    ("queued", "starting", "loading", "warming", "restarting", "sleeping", "waking")  # a request wakes one that sleeps
+)
 
 
 class RoutingHints(NamedTuple):
@@ -136,11 +139,23 @@ class ReplicaTable:
         # Names, not rows: a drain may come before the replica's first announcement.
         self._draining: set[str] = set()
         self._leaving: set[str] = set()
+        self._orders: dict[str, Order] = {}
         self._turn = 0
         self.in_flight_total = 0
         # Requests in flight are added up with others where a limit counts them.
         self._totals = totals if max_in_flight is not None else None
         self.n_ejections: Counter[str] = Counter()
+        self._expected_at: float | None = None
+        self.failure: str | None = None
+
+    def expect(self, ready_at: float | None, failure: str | None) -> None:
+        """What the controller knows: when the next replica should be ready (monotonic seconds), and why the last start
+        failed."""
+        self._expected_at, self.failure = ready_at, failure
+
+    def _expected_in_s(self, now: float) -> float | None:
+        """None where nothing is expected, or is late."""
+        return self._expected_at - now if self._expected_at is not None and self._expected_at > now else None
 
     def resolve(self, name: str | None) -> str | None:
         """The declared model behind a name, an alias or an adapter; None as name means the only model, if it is one.
@@ -179,6 +194,8 @@ class ReplicaTable:
             row.announcement, row.address, row.announced_at = announcement, address, now
             row.is_suspect = row.is_lapsed = False
             row.silent_since = None
+        if self._orders.get(row.name) != _OPEN_ORDERS.get(announcement.state):
+            self._orders.pop(row.name, None)
         row.reconcile(announcement.load, now)
         if had_adapters != announcement.adapters:
             self._find_adapters()
@@ -209,6 +226,34 @@ class ReplicaTable:
     def must_leave(self, name: str) -> bool:
         return name in self._leaving
 
+    def order(self, name: str, order: Order) -> None:
+        """For the node of this replica: "sleep" when no request runs, "wake" at once. The newest one counts, while the
+        replica is as it must be for it."""
+        row = self._replicas.get(name)
+        if row is not None and _OPEN_ORDERS.get(row.announcement.state) == order:
+            self._orders[name] = order
+        else:
+            self._orders.pop(name, None)
+
+    def order_of(self, name: str) -> Order | None:
+        return self._orders.get(name)
+
+    def sleeper(self, model: str, now: float, n_waiting: int) -> Replica | None:
+        """The sleeping replica that requests need, ordered to wake or not: one that has a request, which slipped
+        through, or the first one while requests wait here, or in each of the engines. One at a time."""
+        rows = [row for row in self._by_model[model] if row.is_alive(now) and row.name not in self._draining]
+        asleep = [row for row in rows if row.announcement.state == "sleeping"]
+        if not asleep:
+            return None
+        for row in asleep:
+            if row.in_flight:
+                return row
+        loads = [row.announcement.load for row in self.ready(model, now)]
+        is_full = bool(loads) and all(load is not None and load.waiting > 0 for load in loads)
+        if not (n_waiting or is_full) or any(row.announcement.state == "waking" for row in rows):
+            return None
+        return min(asleep, key=lambda row: (len(row.name), row.name))
+
     def undrain(self, name: str) -> None:
         """Takes back a drain, and an order to leave that no node has read yet."""
         self._draining.discard(name)
@@ -221,6 +266,7 @@ class ReplicaTable:
     def forget(self, name: str) -> None:
         """Drops the row, the drain and the order to leave; requests in flight stay in `in_flight_total`."""
         row = self._replicas.pop(name, None)
+        self._orders.pop(name, None)
         self.undrain(name)
         if row is not None:
             self._by_model[row.announcement.model].remove(row)
@@ -298,27 +344,34 @@ class ReplicaTable:
 
     def coming_words(self, model: str, now: float) -> str:
         """Progress of the replica that is nearest to ready, for people: "loading 45% 12s", or "waiting"."""
-        nearest = self.nearest(model, now)
-        words = ["loading" if nearest is not None else "waiting"]
+        nearest, expected_s = self.nearest(model, now), self._expected_in_s(now)
+        words = ["loading" if nearest is not None else "waiting" if expected_s is None else "starting"]
         progress = nearest.announcement.progress if nearest is not None else None
         if progress is not None:
             if progress.fraction is not None:
                 words.append(f"{min(max(progress.fraction, 0.0), 1.0):.0%}")
             if progress.eta_s is not None:
                 words.append(f"{max(progress.eta_s, 0.0):.0f}s")
+        if expected_s is not None and (progress is None or progress.eta_s is None):
+            words.append(f"{expected_s:.0f}s")
         return " ".join(words)
 
     def waiting(self, model: str, now: float, n_ahead: int) -> Waiting:
         """Why a request that waits for `model` does, behind `n_ahead` others."""
-        nearest = self.nearest(model, now)
-        if nearest is None or self.ready(model, now):
-            return Waiting("queue" if self.ready(model, now) else "waiting", n_ahead)
+        nearest, expected_s = self.nearest(model, now), self._expected_in_s(now)
+        if self.ready(model, now):
+            return Waiting("queue", n_ahead)
+        if nearest is None:
+            if expected_s is None:
+                return Waiting("waiting", n_ahead)
+            return Waiting("starting", n_ahead, eta_s=round(expected_s, 1))
         progress = nearest.announcement.progress or Progress("")
         fraction, eta_s = progress.fraction, progress.eta_s
+        left_s = expected_s if eta_s is None else max(eta_s - (now - nearest.announced_at), 0.0)
         return Waiting(
             *(nearest.announcement.state, n_ahead, progress.shards_done, progress.shards_total),
             fraction=None if fraction is None else round(min(max(fraction, 0.0), 1.0), 3),
-            eta_s=None if eta_s is None else round(max(eta_s - (now - nearest.announced_at), 0.0), 1),
+            eta_s=None if left_s is None else round(left_s, 1),
         )
 
     def announced(self, model: str, now: float) -> list[Replica]:
@@ -333,15 +386,20 @@ class ReplicaTable:
     def model_state(self, model: str, now: float) -> ModelState:
         if self.ready(model, now):
             return "ready"
-        return "loading" if self._coming(model, now) else "unavailable"
+        states = {row.announcement.state for row in self._coming(model, now)}
+        return "unavailable" if not states else "sleeping" if states == {"sleeping"} else "loading"
 
     def retry_after_s(self, model: str, now: float) -> int:
-        """Seconds after which to ask again: the shortest estimate of a replica on its way, else RETRY_AFTER_S."""
+        """Seconds after which to ask again: the shortest estimate of a replica on its way, else the controller's, else
+        RETRY_AFTER_S."""
         estimates = [
             row.announcement.progress.eta_s - (now - row.announced_at)
             for row in self._coming(model, now)
             if row.announcement.progress is not None and row.announcement.progress.eta_s is not None
         ]
+        expected_s = self._expected_in_s(now)
+        if not estimates and expected_s is not None:
+            estimates = [expected_s]
         return min(max(1, math.ceil(min(estimates))), RETRY_AFTER_S_MAX) if estimates else RETRY_AFTER_S
 
     def _coming(self, model: str, now: float) -> list[Replica]:
@@ -379,6 +437,10 @@ class ReplicaTable:
             for row in self._replicas.values()
         )
         return GatewayView(rows, self.in_flight_total, waiting, requests_total)
+
+
+# The state of a replica that can follow an order.
+_OPEN_ORDERS: Final[dict[str, Order]] = {"ready": "sleep", "sleeping": "wake"}
 
 
 def _fraction(replica: Replica) -> float:

@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 class WorkerSlot:
     """What the parent gives a worker.
 
-    `socket`: its end of the pair; `calls`: the admin calls that still hold; `before`: its predecessor's last report.
+    `socket`: its end of the pair; `calls`: the admin calls that still hold; `before`: its predecessor's last report;
+    `began_at`: when the parent started, in monotonic seconds.
     """
 
     index: int
@@ -31,6 +32,7 @@ class WorkerSlot:
     admin: Share
     calls: tuple[tuple[bytes, bytes], ...] = ()
     before: bytes | None = None
+    began_at: float = 0.0
 
 
 class ParentLink(asyncio.Protocol):

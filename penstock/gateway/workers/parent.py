@@ -179,6 +179,7 @@ class _Parent:
         self._numbers = itertools.count(1)
         self._calls: dict[tuple[str, str], _Kept] = {}  # by replica and kind
         self._n_signals = 0
+        self._began_at = time.monotonic()
 
     def run(self) -> None:
         self._catch_signals()
@@ -236,7 +237,7 @@ class _Parent:
         if pid == 0:
             ours.close()
             shares = (self._public.of(slot), self._admin.of(slot))
-            self._work(WorkerSlot(slot, theirs, *shares, calls, self._reports.get(slot)))
+            self._work(WorkerSlot(slot, theirs, *shares, calls, self._reports.get(slot), self._began_at))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         theirs.close()
         ours.setblocking(False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -24,15 +25,24 @@ from penstock.gateway.metrics import Distribution, Family
 from penstock.gateway.responses import Answer, error_answer
 from penstock.gateway.slow_requests import worst_of
 from penstock.gateway.workers.link import ParentLink
-from penstock.wire.announcement import GatewayView
+from penstock.wire.announcement import GatewayView, LoadCounts
 from penstock.wire.live import N_SLOW, SlowRequest
 from penstock.wire.metric_names import METRICS
 
 log = logging.getLogger(__name__)
 
 
+class BodyCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes of requests' bodies, those of requests with known usage, and the prompt tokens of these."""
+
+    n_bytes: int = 0
+    n_known_bytes: int = 0
+    n_known_tokens: int = 0
+
+
 class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
-    """Of one worker, or of several. `n_requests`: served since the start; `in_flight` is by replica."""
+    """Of one worker, or of several. `n_requests`: served since the start, `n_ended`: also those that found no replica;
+    `in_flight` is by replica."""
 
     families: list[Family]
     distributions: list[Distribution]
@@ -41,6 +51,8 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     n_waiting: int = 0
     in_flight: dict[str, int] = {}
     slow: tuple[SlowRequest, ...] = ()
+    n_ended: int = 0
+    bodies: BodyCounts = BodyCounts()
 
 
 _decode = msgspec.msgpack.Decoder(WorkerReport).decode
@@ -51,6 +63,8 @@ class Reporter:
 
     link: ParentLink | None = None
     gpu_time: GpuTimeKeeper | None = None  # of worker 0
+    gateway = ""  # a name that all its workers share
+    began_at = 0.0  # of the first of them, in monotonic seconds
 
     def __init__(
         self, context: GatewayContext, accounting: Accounting, news: NewsBoard, before: bytes | None = None
@@ -105,7 +119,29 @@ class Reporter:
             msgspec.structs.replace(row, in_flight=report.in_flight.get(row.announcement.replica, 0))
             for row in view.replicas
         )
-        return msgspec.structs.replace(view, replicas=rows, in_flight_total=report.in_flight_total)
+        counts = (self._counts(report),)
+        return msgspec.structs.replace(view, replicas=rows, in_flight_total=report.in_flight_total, counts=counts)
+
+    def _counts(self, report: WorkerReport) -> LoadCounts:
+        bodies, good, total = report.bodies, 0, 0
+        promised_s = self._context.counters.ttft_s
+        for name, bounds, samples in report.distributions:
+            if name == "time_to_first_token_seconds" and promised_s is not None:
+                n_good = bisect_right(bounds, promised_s)
+                good = sum(sum(counts[:n_good]) for counts, _ in samples.values())
+                total = sum(sum(counts) for counts, _ in samples.values())
+        tokens = dict(report.families).get("tokens_total", {})
+        return LoadCounts(
+            gateway=self.gateway,
+            age_s=round(time.monotonic() - self.began_at, 3),
+            arrivals=report.n_ended + report.in_flight_total + report.n_waiting,
+            body_bytes=bodies.n_bytes,
+            known_bytes=bodies.n_known_bytes,
+            known_tokens=bodies.n_known_tokens,
+            output_tokens=int(sum(n for labels, n in tokens.items() if dict(labels).get("kind") == "output")),
+            ttft_good=good,
+            ttft_total=total,
+        )
 
     def _own(self, *, with_known: bool = True) -> WorkerReport:
         context = self._context
@@ -124,6 +160,8 @@ class Reporter:
             view.waiting,
             {row.announcement.replica: row.in_flight for row in view.replicas},
             tuple(context.slow.worst(now, N_SLOW)),
+            counters.n_ended(),
+            BodyCounts(counters.n_body_bytes, counters.n_known_bytes, counters.n_known_tokens),
         )
         return add([report, *self._before]) if self._before else report
 
@@ -137,7 +175,10 @@ def ended(content: bytes) -> WorkerReport:
     report = _decode(content)
     rows = ((family, METRICS[family[0]]) for family in report.families)
     counters = [family for family, metric in rows if metric.kind == "counter" and metric.joined == "sum"]
-    return WorkerReport(counters, report.distributions, report.n_requests, slow=report.slow)
+    return WorkerReport(
+        *(counters, report.distributions, report.n_requests),
+        slow=report.slow, n_ended=report.n_ended, bodies=report.bodies,
+    )  # fmt: skip
 
 
 def add(parts: Sequence[WorkerReport]) -> WorkerReport:
@@ -150,4 +191,6 @@ def add(parts: Sequence[WorkerReport]) -> WorkerReport:
         sum(part.n_waiting for part in parts),
         dict(in_flight),
         tuple(worst_of([request for part in parts for request in part.slow], N_SLOW)),
+        sum(part.n_ended for part in parts),
+        BodyCounts(*map(sum, zip(*(msgspec.structs.astuple(part.bodies) for part in parts), strict=True))),
     )

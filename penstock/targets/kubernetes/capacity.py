@@ -216,7 +216,7 @@ def problems(nodes: Sequence[Node], deployment: Deployment) -> Iterator[Problem]
         yield Problem("kubernetes.node_selector", words, hint)
     if wants_gpus and hardware.gpus_per_node:
         n_room = sum(node.n_gpus // hardware.gpus_per_node for node in rows)
-        n_pods = deployment.replicas.min * hardware.nodes
+        n_pods = deployment.replicas.first * hardware.nodes
         if n_pods > n_room:
             words = f"{n_pods} pods of {hardware.gpus_per_node} GPUs, but all nodes together have room for {n_room}"
             yield Problem("replicas", words)

@@ -49,7 +49,7 @@ def artifact(launch: Launch, deployment: Deployment, cluster: Cluster) -> Artifa
     template = replicas.replica(there, deployment, storage)
     files = _controller_files(there, deployment, template)
     shared = _shared_objects(there, deployment, cluster, storage, files)
-    first = [instance(template, str(number)) for number in range(deployment.replicas.min)]
+    first = [instance(template, str(number)) for number in range(deployment.replicas.first)]
     name = deployment.name
     key = _HEAD_KEY if deployment.gateway.auth == "keys" else ""
     space = objects.block_of(deployment).namespace or "default (kubernetes.namespace names another)"

@@ -38,7 +38,7 @@ def problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
 def _needs(deployment: Deployment) -> dict[str, float]:
     """Of all replicas together, by resource; pods with those of gateway, controller and chat page."""
     hardware, block = deployment.hardware, block_of(deployment)
-    n_pods = deployment.replicas.min * hardware.nodes
+    n_pods = deployment.replicas.first * hardware.nodes
     n_cpus, n_bytes = capacity.pod_needs(deployment)
     each = {gpus.RESOURCE: float(hardware.gpus_per_node or 0), "cpu": n_cpus, "memory": n_bytes}
     n_pods_more = block.gateways + (1 if deployment.chat_page is None else 2)

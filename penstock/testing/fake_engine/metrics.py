@@ -15,6 +15,7 @@ _LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0
             960.0, 1920.0, 7680.0)  # fmt: skip
 _STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _LENGTH = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
@@ -39,6 +40,7 @@ class Metrics:
         self.n_running = 0
         self.n_waiting = 0
         self.kv_tokens = 0
+        self.sleep_level = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished = dict.fromkeys(_FINISH_REASONS, 0)
@@ -93,7 +95,11 @@ class Metrics:
         yield "num_requests_running", "gauge", {"": self.n_running}
         yield "num_requests_waiting", "gauge", {"": self.n_waiting}
         yield "num_requests_waiting_by_reason", "gauge", waiting
-        yield "engine_sleep_state", "gauge", {',sleep_state="awake"': 1}
+        yield (
+            "engine_sleep_state",
+            "gauge",
+            {f',sleep_state="{word}"': float(self.sleep_level == level) for level, word in enumerate(_SLEEP_STATES)},
+        )
         yield "kv_cache_usage_perc", "gauge", {"": min(1.0, self.kv_tokens / tokens)}
         yield "prefix_cache_queries_total", "counter", {"": self.prompt_tokens}
         yield "prefix_cache_hits_total", "counter", {"": 0}

@@ -41,6 +41,10 @@ class Options:
     answers: str | None = None
     accepts_images: bool = False
     enable_prompt_tokens_details: bool = False
+    enable_sleep_mode: bool = False
+    sleep_s: float = 0.0
+    wake_s: float = 0.0
+    refuse_wake: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -67,6 +71,10 @@ _HELP = {
     "answers": "a JSON file of answers by the last message",
     "accepts_images": "else a request with one gets vLLM's 400",
     "enable_prompt_tokens_details": "cached tokens in the usage, as with vLLM",
+    "enable_sleep_mode": "as with vLLM; VLLM_SERVER_DEV_MODE=1 opens the routes",
+    "sleep_s": "seconds to fall asleep",
+    "wake_s": "seconds to wake up",
+    "refuse_wake": "waking fails",
     "crash_at_start": "log this as an error while starting, exit 1",
     "oom": "refuse to start with one of vLLM's memory errors, exit 1",
     "crash_after_requests": "die when generation N+1 arrives",

@@ -25,6 +25,7 @@ class Request(NamedTuple):
     path: str
     headers: dict[str, str]
     body: bytes
+    query: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 
-from penstock.testing.fake_engine import replies, requests
+from penstock.testing.fake_engine import replies, requests, sleeping
 from penstock.testing.fake_engine.metrics import Metrics
 from penstock.testing.fake_engine.options import Options
 from penstock.testing.fake_engine.requests import Ask, Refusal, Request
@@ -34,6 +34,7 @@ _METHODS = {
     "/tokenize": ("POST",),
     "/v1/chat/completions": ("POST",),
     "/v1/completions": ("POST",),
+    **sleeping.METHODS,
 }
 _PREFIXES_MAX = 10_000  # of chats that count as cached
 _BATCH_TOKENS = 64  # with --tokens-per-s inf: tokens in one write, so that streams take turns
@@ -66,6 +67,7 @@ class Engine:
         self.options = options
         self.log = log
         self.metrics = Metrics(options)
+        self.sleep = sleeping.Sleep(options, log, lambda: self.metrics.n_running)
         self.seen: deque[Request] = deque(maxlen=keeps)
         self.connections: set[Connection] = set()
         self.is_dead = False
@@ -105,6 +107,7 @@ class Engine:
         if self.is_dead or self.is_draining:
             message = replies.ENGINE_DIED if self.is_dead else replies.STOPPING
             raise Refusal(500, requests.error(message, "InternalServerError", None, 500))
+        self.sleep.refuse()
         self._n_generations += 1
         self._count_faults()
         if self.options.enable_prompt_tokens_details:
@@ -116,6 +119,17 @@ class Engine:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def change_sleep(self, request: Request, connection: Connection) -> asyncio.Task[None]:
+        """Starts an answer to a route of `sleeping`, which may take its time."""
+
+        async def answer() -> None:
+            status, payload = await self.sleep.answer(request)
+            self.metrics.sleep_level = self.sleep.level
+            connection.refuse(status, payload)
+            connection.next()
+
+        return asyncio.get_running_loop().create_task(answer())
 
     def _find_cached(self, ask: Ask) -> int:
         """The tokens of the longest beginning that an earlier chat had, too; the last token is never cached."""
@@ -188,6 +202,7 @@ class Engine:
         ask, arrived_at = generation.ask, now()
         self.metrics.n_waiting += 1
         try:
+            await self.sleep.awake.wait()
             await self._slots.acquire()
         finally:
             self.metrics.n_waiting -= 1
@@ -357,7 +372,8 @@ class Connection(asyncio.Protocol):
         assert head is not None
         self._body.clear()
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
-        request = Request(head.method.decode(), head.path.decode(), headers, body)
+        query = head.target.partition(b"?")[2].decode("latin-1")
+        request = Request(head.method.decode(), head.path.decode(), headers, body, query)
         self.engine.seen.append(request)
         self._answer(request)
         if self._task is None:
@@ -373,12 +389,14 @@ class Connection(asyncio.Protocol):
         try:
             if self.engine.key and request.headers.get("authorization") != f"Bearer {self.engine.key}":
                 self.refuse(401, {"error": "Unauthorized"})
-            elif methods is None:
+            elif methods is None or (request.path in sleeping.METHODS and not self.engine.sleep.is_open):
                 self.refuse(404, {"detail": "Not Found"})
             elif request.method not in methods:
                 self.refuse(405, {"detail": "Method Not Allowed"}, ", ".join(methods))
             elif request.path.endswith("/completions"):
                 self._task = self.engine.generate(request, self)
+            elif request.path in sleeping.METHODS:
+                self._task = self.engine.change_sleep(request, self)
             else:
                 self.respond(*self.engine.answer(request))
         except Refusal as refusal:

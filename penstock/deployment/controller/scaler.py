@@ -1,0 +1,253 @@
+"""The autoscaler of a run: once a second a sample, a decision of `scale`, and what others read of both.
+
+The user's wish stays in desired.json, which only verbs write; the number of replicas that follows from the load is
+here, and in scaling.json, from which a controller that takes over goes on.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from collections.abc import Collection
+from typing import NamedTuple
+
+import msgspec
+
+from penstock.deployment import decisions, start_times
+from penstock.deployment.autoscale import Policy, Recent, Sample, scale
+from penstock.deployment.autoscale import State as Remembered
+from penstock.deployment.controller.decide import Event
+from penstock.deployment.controller.load_samples import LoadSampler
+from penstock.deployment.observe import Observation
+from penstock.log_lines import append_line
+from penstock.paths import is_full, write_atomically
+from penstock.planner import Plan
+from penstock.processes import Backoff
+from penstock.run_folder import Desired, Run, State, replica
+from penstock.spec.deployment import Deployment
+from penstock.text import MIB, show_seconds
+from penstock.wire.announcement import SERVING
+from penstock.wire.scaling import Scaling
+
+_EVERY_S = 1.0
+_SLACK_S = 0.25  # ticks are late, never early
+_SAMPLES_BYTES = 4 * MIB  # of samples.jsonl, and of samples.1.jsonl before it: some hours each
+_SAMPLES_KEPT = 10  # `scale` remembers what it has counted
+_WRITE_EVERY_S = 10.0
+_START_S = 100.0  # before the first start was measured
+_NOTE_EVERY_S = 60.0  # a reason that changes while the number stays
+_WAITS_KEPT = 10
+_NUMBERS = re.compile(r"-?\d[\d.,]*")
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """scaling.json. `ordered_at`: when the start of each replica was ordered, in Unix seconds; `waits_s`: how long the
+    last ones waited in a queue of their target."""
+
+    replicas: int
+    remembered: Remembered
+    ordered_at: dict[str, float] = {}
+    waits_s: tuple[float, ...] = ()
+
+
+class Look(NamedTuple):
+    """What the controller knows at this moment. `failed`, `refused` and `leaving` are names of replicas: those whose
+    start failed, those that the target would not place, those whose machines are taken away."""
+
+    seen: Observation
+    failed: Collection[str]
+    refused: Collection[str]
+    leaving: Collection[str]
+
+
+class Scaler:
+    """`last`: the state that the controller before this one wrote."""
+
+    def __init__(self, run: Run, deployment: Deployment, plan: Plan, last: State | None) -> None:
+        self.events: list[Event] = []
+        self.retried: frozenset[str] = frozenset()  # failed replicas that are to be started again now
+        self._run, self._plan, self._replicas = run, plan, deployment.replicas
+        self._sampler = LoadSampler(time.time())
+        self._samples: deque[Sample] = deque(maxlen=_SAMPLES_KEPT)
+        before = last.scaling if last is not None else None
+        first = before.replicas if before is not None else run.desired().replicas
+        kept = _read(run) or Kept(first, Remembered(replicas=first))
+        self._number, self._remembered = kept.replicas, kept.remembered
+        self._ordered_at, self._waits_s = dict(kept.ordered_at), kept.waits_s
+        self._queued: set[str] = set()
+        self._reason, self._noted, self._noted_at = before.reason if before else "as the file says", "", 0.0
+        self._start_s: float | None = None
+        self._sampled_at = self._written_at = 0.0
+        self._full: tuple[int, float] | None = None  # how many had room, and until when that counts
+        self._full_backoff = Backoff(60.0, 900.0, 900.0)
+        self._backoff, self._retry_at = Backoff(30.0, 600.0, 1800.0), 0.0
+        self._failed: frozenset[str] = frozenset()
+        self._failure: str | None = None
+
+    def step(self, desired: Desired, look: Look, now: float) -> Scaling:
+        """The number of replicas now, and why; `now` in Unix seconds. Blocks on the disk only."""
+        self._note_starts(look, now)
+        self._note_failures(look, now)
+        is_due = not -_EVERY_S < now - self._sampled_at < _EVERY_S - _SLACK_S
+        if is_due:
+            self._sampled_at = now
+            self._sample(look, now)
+        before = self._number
+        if desired.is_pinned:
+            self._set(desired.replicas, "pinned")
+        else:
+            held = look.seen.view.waiting if look.seen.view is not None else 0
+            if held and self._number == 0:  # at once, not with the next sample
+                self._set(1, f"{held} request{'s' if held > 1 else ''} held, and there is no replica")
+            elif is_due and self._samples:
+                self._decide(look, now)
+        if before != self._number or now - self._written_at >= _WRITE_EVERY_S:
+            self._write(now)
+        if not desired.is_pinned:
+            self._note(before, now)
+        return self._scaling(desired, look, now)
+
+    def _decide(self, look: Look, now: float) -> None:
+        most, why = self._replicas.max, ""
+        if self._full is not None and now < self._full[1]:
+            most, why = max(self._full[0], self._replicas.min), f"; the target has room for {self._full[0]}"
+        remembered = msgspec.structs.replace(self._remembered, replicas=self._number)
+        policy = Policy(self._replicas, self._expected_start_s(), max_running=self._plan.max_num_seqs)
+        decision = scale(Recent(tuple(self._samples)), remembered, policy, now)
+        self._remembered = decision.state
+        number, reason = decision.replicas, decision.reason
+        last = self._samples[-1] if self._samples else Sample(now)
+        is_loading = any(row.state == "starting" and row.id not in self._queued for row in last.replicas)
+        if number < self._number and (last.held or is_loading):
+            number, reason = (
+                self._number,
+                f"{reason}; nothing ends while {'requests wait' if last.held else 'one starts'}",
+            )
+        if number > most:
+            number, reason = most, reason + why
+        self._set(number, reason)
+
+    def _set(self, number: int, reason: str) -> None:
+        self._number, self._reason = number, reason
+
+    def _sample(self, look: Look, now: float) -> None:
+        counted = {name: at for name, at in self._ordered_at.items() if name not in look.failed}
+        sample = self._sampler.take(look.seen, look.leaving, counted, now)
+        if sample is None:
+            return
+        self._samples.append(sample)
+        _append(self._run, sample)
+
+    # ---- starts ------------------------------------------------------------------------------------------------------
+
+    def _note_starts(self, look: Look, now: float) -> None:
+        placements = {unit.name: place for unit, place in look.seen.placements.items() if unit.kind == "replica"}
+        for name in placements.keys() - self._ordered_at.keys():
+            self._ordered_at[name] = now
+        for name in self._ordered_at.keys() - placements.keys():
+            del self._ordered_at[name]
+        queued = {name for name, place in placements.items() if place.state == "queued"}
+        for name in sorted((self._queued - queued) & placements.keys()):
+            self._waits_s = (*self._waits_s, round(now - self._ordered_at[name], 1))[-_WAITS_KEPT:]
+            self._start_s = None
+        self._queued = queued
+        if self._full is not None and now >= self._full[1]:
+            self._full = None
+        if look.refused and self._full is None:
+            self._full = len(placements), now + self._full_backoff.next(now)
+
+    def _note_failures(self, look: Look, now: float) -> None:
+        """A start that failed is tried again, each time later, while its replica is wanted."""
+        failed = frozenset(look.failed)
+        self.retried = frozenset()
+        if failed - self._failed:
+            pause_s = self._backoff.next(now)
+            self._retry_at = now + pause_s
+            self._failure = f"the start of replica {min(failed - self._failed)} failed"
+            text = f"{self._failure}: the next is tried in {show_seconds(pause_s)}"
+            self.events.append(Event(decisions.EVENT, decisions.write_text(self._number, self._number, text)))
+        self._failed = failed
+        if not failed:
+            self._retry_at = 0.0
+            self._failure = None if self._serves(look) else self._failure
+        elif now >= self._retry_at:
+            places = look.seen.placements
+            gone = {name for name in failed if replica(name) not in places or places[replica(name)].state == "gone"}
+            self.retried = frozenset(name for name in gone if not _is_final(look.seen, name))
+            self._ordered_at.update(dict.fromkeys(self.retried, now))
+
+    def _serves(self, look: Look) -> bool:
+        rows = look.seen.view.replicas if look.seen.view is not None else ()
+        return any(row.is_alive and row.announcement.state in SERVING for row in rows)
+
+    def _expected_start_s(self) -> float:
+        """Seconds from an order to the first token: the 80th percentile of measured starts, and the median wait."""
+        if self._start_s is None or self._failed:
+            measured_s = start_times.expected_s(start_times.key_of(self._plan), 0.8)
+            waits = sorted(self._waits_s)
+            wait_s = waits[len(waits) // 2] if waits else 0.0
+            self._start_s = (measured_s if measured_s is not None else _START_S) + wait_s
+        return self._start_s
+
+    def note_ready(self) -> None:
+        """A start was measured."""
+        self._start_s = None
+
+    # ---- what others read --------------------------------------------------------------------------------------------
+
+    def _scaling(self, desired: Desired, look: Look, now: float) -> Scaling:
+        rows = {row.announcement.replica: row for row in (look.seen.view.replicas if look.seen.view else ())}
+        coming = [
+            at
+            for name, at in self._ordered_at.items()
+            if name not in look.failed and not (name in rows and rows[name].announcement.state in SERVING)
+        ]
+        begins = min(coming) if coming else self._retry_at if self._retry_at else now if self._number else None
+        ready_at = None if begins is None or self._serves(look) else begins + self._expected_start_s()
+        return Scaling(
+            replicas=self._number,
+            least=self._replicas.min,
+            most=self._replicas.max,
+            reason=self._reason,
+            is_pinned=desired.is_pinned,
+            ready_at=None if ready_at is None else round(ready_at),
+            failure=self._failure,
+        )
+
+    def _note(self, before: int, now: float) -> None:
+        """An event of a new number, and of a reason of another kind."""
+        kind = _NUMBERS.sub("#", self._reason)
+        is_new = kind != self._noted and now - self._noted_at >= _NOTE_EVERY_S
+        if before != self._number or is_new:
+            self._noted, self._noted_at = kind, now
+            self.events.append(Event(decisions.EVENT, decisions.write_text(before, self._number, self._reason)))
+
+    def _write(self, now: float) -> None:
+        self._written_at = now
+        kept = Kept(self._number, self._remembered, self._ordered_at, self._waits_s)
+        try:
+            write_atomically(self._run.scaling_file, msgspec.json.encode(kept))
+        except OSError as exc:
+            if not is_full(exc):
+                raise
+
+
+def _is_final(seen: Observation, name: str) -> bool:
+    placement = seen.placements.get(replica(name))
+    return placement is not None and placement.is_final
+
+
+def _read(run: Run) -> Kept | None:
+    try:
+        return msgspec.json.decode(run.scaling_file.read_bytes(), type=Kept)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _append(run: Run, sample: Sample) -> None:
+    try:
+        append_line(run.samples_file, msgspec.json.encode(sample), _SAMPLES_BYTES)
+    except OSError as exc:
+        if not is_full(exc):
+            raise

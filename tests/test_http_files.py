@@ -1,0 +1,222 @@
+"""Files by plain HTTP: servers on loopback that redirect, cut, lie and refuse, and a proxy in front of them."""
+
+from __future__ import annotations
+
+import hashlib
+import ssl
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import PenstockError, UserError
+from penstock.models import http_files
+from penstock.models.part_file import CannotContinueError, PartFile
+
+BODY = bytes(range(256)) * 8
+HIDDEN = {"Authorization": "Bearer hidden"}
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with `reply(handler)`. `asked`: the target, Authorization and Range of each request."""
+
+    daemon_threads = True
+
+    def __init__(self, reply: Callable[[BaseHTTPRequestHandler], None]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.reply = reply
+        self.asked: list[tuple[str, str | None, str | None]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.server.asked.append((self.path, self.headers.get("Authorization"), self.headers.get("Range")))
+        self.server.reply(self)
+
+    def do_CONNECT(self) -> None:
+        self.server.asked.append((self.path, self.headers.get("Proxy-Authorization"), None))
+        self.send_error(407)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def reply(status: int, body: bytes = b"", **headers: str) -> Callable[[BaseHTTPRequestHandler], None]:
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(status)
+        for name, value in ({"Content-Length": str(len(body))} | headers).items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    return answer
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    servers: list[Server] = []
+
+    def start(answer: Callable[[BaseHTTPRequestHandler], None]) -> Server:
+        servers.append(Server(answer))
+        threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def fetch(url: str, part: PartFile, n_bytes: int = len(BODY)) -> None:
+    http_files.receive(http_files.follow(http_files.get("f", url, HIDDEN, part.n_bytes)), part, n_bytes)
+
+
+def test_bytes_are_hashed_as_they_come_and_those_before_once(serve: Callable[..., Server], tmp_path: Path) -> None:
+    path = tmp_path / "part"
+    path.write_bytes(BODY[:1000])
+    part = PartFile(path, git_size=len(BODY))
+    server = serve(reply(206, BODY[1000:], Content_Range=f"bytes 1000-{len(BODY) - 1}/{len(BODY)}"))
+    fetch(server.url, part)
+    assert server.asked == [("/", "Bearer hidden", "bytes=1000-")] and path.read_bytes() == BODY
+    assert part.sha256 == hashlib.sha256(BODY).hexdigest()
+    assert part.git_sha1 == hashlib.sha1(b"blob %d\0" % len(BODY) + BODY).hexdigest()
+
+
+def test_a_token_stays_at_its_own_scheme_host_and_port(serve: Callable[..., Server], tmp_path: Path) -> None:
+    other = serve(reply(200, BODY))
+    first = serve(lambda handler: reply(307, Location="/again")(handler))
+    first.reply = lambda handler: reply(302, Location="/b" if handler.path == "/a" else f"{other.url}/x?sig=1 2")(
+        handler
+    )
+    part = PartFile(tmp_path / "part")
+    fetch(f"{first.url}/a", part)
+    assert [row[:2] for row in first.asked] == [("/a", "Bearer hidden"), ("/b", "Bearer hidden")]
+    assert [row[:2] for row in other.asked] == [("/x?sig=1%202", None)] and part.n_bytes == len(BODY)
+    answer = http_files.get("f", f"{first.url}/c", HIDDEN)
+    secure = answer._replace(url=answer.url.replace("http:", "https:"))
+    with pytest.raises(UserError, match="without encryption"):
+        http_files.follow(secure)
+    first.reply = reply(302, Location="/a")
+    with pytest.raises(PenstockError, match="more than 10 redirects"):
+        fetch(first.url, part)
+    for place in ("ftp://x/y", "http://x:y/"):
+        first.reply = reply(302, Location=place)
+        with pytest.raises(UserError, match="is no address of a file"):
+            fetch(first.url, part)
+
+
+LIES: dict[str, tuple[int, bytes, dict[str, str], type[PenstockError]]] = {
+    "another range": (206, BODY[4:], {"Content_Range": f"bytes 4-{len(BODY) - 1}/{len(BODY)}"}, CannotContinueError),
+    "no range": (206, BODY[1000:], {}, CannotContinueError),
+    "nothing there": (416, b"", {}, CannotContinueError),
+    "longer": (206, BODY[1000:], {"Content_Range": f"bytes 1000-{len(BODY) - 1}/{len(BODY) + 1}"}, PenstockError),
+    "shorter": (200, BODY[:-1], {}, PenstockError),
+    "cut": (200, BODY[:-1], {"Content_Length": str(len(BODY))}, PenstockError),
+    "not HTTP": (200, BODY, {"Transfer_Encoding": "chunked"}, PenstockError),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_an_answer_that_is_not_the_rest_may_be_tried_again(
+    serve: Callable[..., Server], tmp_path: Path, name: str
+) -> None:
+    status, body, headers, kind = LIES[name]
+    (tmp_path / "part").write_bytes(BODY[:1000])
+    part = PartFile(tmp_path / "part")
+    server = serve(reply(status, body, **headers))
+    with pytest.raises(kind) as caught:
+        fetch(server.url, part)
+    assert caught.value.is_retryable
+    written = (tmp_path / "part").read_bytes()
+    assert part.n_bytes == len(written) and BODY.startswith(written)
+    if kind is CannotContinueError:
+        part.clear()
+    server.reply = reply(200, BODY)  # without ranges all comes again
+    fetch(server.url, part)
+    assert (tmp_path / "part").read_bytes() == BODY and part.sha256 == hashlib.sha256(BODY).hexdigest()
+
+
+def test_what_cannot_be_used_is_said(serve: Callable[..., Server], tmp_path: Path) -> None:
+    server = serve(reply(503, b"too\nmany  things", Retry_After="7"))
+    with pytest.raises(http_files.StatusError) as refused:
+        fetch(server.url, PartFile(tmp_path / "part"))
+    assert (refused.value.status, refused.value.words, refused.value.headers["retry-after"]) == (
+        503,
+        "too many things",
+        "7",
+    )
+    server.reply = reply(200, BODY, Content_Encoding="gzip")
+    with pytest.raises(UserError, match="sends it compressed"):
+        fetch(server.url, PartFile(tmp_path / "part"))
+    with pytest.raises(PenstockError, match=r"the connection to .*:9 failed") as lost:
+        fetch("http://127.0.0.1:9/", PartFile(tmp_path / "part"))
+    assert lost.value.is_retryable
+
+
+def test_proxies_of_the_environment_count(
+    serve: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = serve(reply(200, BODY))
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, proxy.url.replace("//", "//me:p%40ss@"))
+    fetch("http://hub.invalid/a?b=c", PartFile(tmp_path / "part"))
+    assert proxy.asked[-1][0] == "http://hub.invalid/a?b=c"
+    with pytest.raises(PenstockError, match="failed"):
+        fetch("https://hub.invalid/a", PartFile(tmp_path / "part"))
+    assert proxy.asked[-1][:2] == ("hub.invalid:443", "Basic bWU6cEBzcw==")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    direct = serve(reply(200, BODY))
+    fetch(direct.url.replace("//", "//user:word@"), part := PartFile(tmp_path / "other"))
+    assert part.n_bytes == len(BODY) and len(direct.asked) == 1
+    monkeypatch.setenv("http_proxy", "socks5://127.0.0.1:1")
+    with pytest.raises(UserError, match="a socks5 proxy cannot be used"):
+        fetch("http://hub.invalid/", part)
+
+
+def test_a_private_authority_is_trusted_when_it_is_named(
+    serve: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "ca.pem"
+    argv = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1"]
+    argv += [
+        "-subj",
+        "/CN=127.0.0.1",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-keyout",
+        str(key),
+        "-out",
+        str(certificate),
+    ]
+    subprocess.run(argv, check=True, capture_output=True)
+    server = serve(reply(200, BODY))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    url, part = server.url.replace("http:", "https:"), PartFile(tmp_path / "part")
+    for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    http_files._tls.cache_clear()
+    with pytest.raises(PenstockError, match="failed") as caught:
+        fetch(url, part)
+    assert "SSL_CERT_FILE" in str(caught.value.hint) and not caught.value.is_retryable
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    http_files._tls.cache_clear()
+    fetch(url, part)
+    http_files._tls.cache_clear()
+    assert part.n_bytes == len(BODY)

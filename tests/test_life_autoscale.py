@@ -1,0 +1,98 @@
+"""The autoscaler with real processes and the fake engine: load starts replicas, silence ends them, a request wakes."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from launching import Asking, Place, ask, call, kill, now, pid_of, pids, wait_until
+
+from penstock.deployment.autoscale import Sample
+from penstock.log_lines import kept_lines
+from penstock.run_folder import Run
+from penstock.wire.client import Client
+
+pytestmark = pytest.mark.processes
+
+ALONE = {"min": 0, "max": 1, "idle_s": 1}
+SLOW = {"load-s": 1.0, "tokens-per-s": 20}
+
+
+def decided(run: Run) -> list[tuple[int, int | None]]:
+    told = call("autoscale", "explain", run.name, "--json")
+    assert told.code == 0, told
+    return [(row["from"], row["to"]) for row in told.events if row["from"] != row["to"]]
+
+
+def samples(run: Run) -> list[Sample]:
+    return [msgspec.json.decode(line, type=Sample) for line in kept_lines(run.samples_file)]
+
+
+def test_a_number_is_pinned_and_given_back(place: Place) -> None:
+    run = place.up(place.write("one", replicas={"min": 1, "max": 3}))
+    ask(run)
+    wait_until(lambda: sum(sample.arrivals for sample in samples(run)) == 1, "the request is in a sample")
+    assert call("scale", "one", "2").code == 0
+    place.note(run)
+    assert "2 (pinned)" in call("status", "one").out
+    n_before = len(samples(run))
+    wait_until(lambda: len(samples(run)) > n_before + 2, "some samples")
+    assert len(pids(run, "node")) == 2, "nobody uses it, and it stays"
+    assert call("scale", "one", "auto", "--json").json == {
+        "event": "scaled", "name": "one", "replicas": "auto", "min": 1, "max": 3
+    }  # fmt: skip
+    wait_until(lambda: len(pids(run, "node")) == 1, "the second is not needed", 30)
+    assert "1 of 1..3" in call("status", "one").out
+    assert decided(run) == [(1, 2), (2, None), (2, 1)]
+
+
+def is_asleep(run: Run) -> bool:
+    state = now(run)
+    return not pids(run, "node") and (state.desired_replicas, state.replicas) == (0, ())
+
+
+def test_requests_that_wait_start_another_replica(place: Place) -> None:
+    run = place.up(place.write("one", args=SLOW, replicas={"min": 1, "max": 2}, gateway={"max_in_flight": 1}))
+    streams = [Asking(run.url, 100) for _ in range(4)]
+    wait_until(lambda: len(pids(run, "node")) == 2, "requests wait: another replica starts")
+    assert now(run).phase == "ready", "the first serves while the second loads"
+    for stream in streams:
+        stream.check_is_whole()
+    place.note(run)
+    assert any(sample.held for sample in samples(run))
+    rows = [row for sample in samples(run) for row in sample.replicas if row.id == "1"]
+    assert {row.state for row in rows} >= {"starting", "ready"}
+    assert max(row.running for row in rows) == 1
+    assert (1, 2) in decided(run)
+
+
+def wait_asleep(place: Place) -> Run:
+    run = place.up(place.write("one", args=SLOW, replicas=ALONE, gateway={"hold_s": 25}))
+    wait_until(lambda: is_asleep(run), "nobody asks: the last replica ends", 30)
+    return run
+
+
+def test_the_last_ends_when_nobody_asks_and_a_request_wakes_one(place: Place) -> None:
+    run = wait_asleep(place)
+    assert now(run).phase == "ready"
+    assert "the next request starts one" in call("status", "one").out
+    assert [card.name for card in Client(run.url).models()] == ["one"]
+    metrics = call("metrics", "--deployment", "one")
+    assert 'penstock_desired_replicas{deployment="one",model="one"} 0' in metrics.out
+    ask(run)
+    place.note(run)
+    assert (0, 1) in decided(run)
+    reasons = [row["reason"] for row in call("autoscale", "explain", "one", "--json").events]
+    assert any("held" in reason for reason in reasons), reasons
+
+
+def test_a_controller_killed_while_one_wakes_starts_none_twice(place: Place) -> None:
+    run = wait_asleep(place)
+    kill(pid_of(run, "controller"))
+    held = Asking(run.url, 8)
+    wait_until(lambda: bool(pids(run, "node")), "its successor starts one")
+    node = pid_of(run, "node")
+    kill(pid_of(run, "controller"))
+    held.check_is_whole()
+    place.note(run)
+    assert pid_of(run, "node") == node, "the one that was starting"
+    assert call("down").code == 0
