@@ -140,3 +140,10 @@ def test_a_replica_that_starts_for_ever_holds_nothing_up() -> None:
     stuck = (ReplicaSample("1", "starting", 5000.0),)
     rows = [sample(float(t), 1, replicas=stuck) for t in range(400)]
     assert numbers(Policy(bounded()), rows, State(t=-1.0, replicas=6))[-1] == 1
+
+
+def test_a_queue_that_stands_orders_one_whatever_the_rates_promise() -> None:
+    """Five requests of a few tokens wait for seconds: the replica can do less than was assumed."""
+    rows = [sample(float(t), held=5, ready=1, arrivals=1) for t in range(20)]
+    found = numbers(Policy(bounded()), rows)
+    assert found[2] == 1 and found[8:] == [2] * 12

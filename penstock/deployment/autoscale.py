@@ -36,6 +36,8 @@ _BUCKET_S, _N_BUCKETS = 10.0, 140
 _FIRST_S = 20  # a mean of fewer seconds is one of these with nothing before
 # Before 20 requests were seen: a short prompt's prefill and 150 tokens, at usual rates.
 _PRIOR_WORK_S, _ENOUGH_REQUESTS = 0.25, 20.0
+# A queue of so many seconds is more than a few requests that came at once.
+_LEAST_QUEUE_S = 4.0
 _MEMORY = 0.999  # of the means of requests, a second: 1,000 s
 _LEAST_HOLD_S, _MOST_HOLD_S = 150.0, 900.0
 _DEAD_BAND = 0.4
@@ -126,7 +128,8 @@ class State(msgspec.Struct, frozen=True):
     """What `scale` remembers between decisions; serialises to JSON. `State()` begins.
 
     `prefill`, `decode`: the work that came in each of the last 120 s. `buckets`: the mean load of each 10 s, `bucket`
-    (seconds, work) the unfinished one. `asked_t`: when there was a request last. `wanted`: (since when, how many)
+    (seconds, work) the unfinished one. `asked_t`: when there was a request last; `queued_s`: for
+    how long a queue has not been empty. `wanted`: (since when, how many)
     before limits, `changes`: the same after them, as far back as `up` and `down` look.
     """
 
@@ -134,6 +137,7 @@ class State(msgspec.Struct, frozen=True):
     replicas: int | None = None
     in_flight: int = 0
     asked_t: float = 0.0
+    queued_s: float = 0.0
     prefill: tuple[float, ...] = ()
     decode: tuple[float, ...] = ()
     buckets: tuple[float, ...] = ()
@@ -258,6 +262,7 @@ def _counted(state: State, new: list[Sample], policy: Policy) -> State:
     prefill, decode, buckets = [*state.prefill], [*state.decode], [*state.buckets]
     (filled_s, work), means, t = state.bucket, state.means, state.t or 0.0
     in_flight, asked_t, n_output = state.in_flight, state.asked_t, _mean_output(state.means)
+    queued_s = state.queued_s
     for sample in new:
         elapsed = max(1, round(min(sample.t - t, STALE_S)))
         t = sample.t
@@ -274,7 +279,7 @@ def _counted(state: State, new: list[Sample], policy: Policy) -> State:
         if filled_s >= _BUCKET_S:
             buckets.append(work / filled_s)
             filled_s, work = 0.0, 0.0
-        in_flight = sample.in_flight
+        in_flight, queued_s = sample.in_flight, queued_s + elapsed if _queues(sample) else 0.0
         if sample.arrivals or sample.in_flight or sample.held:
             asked_t = sample.t
     return msgspec.structs.replace(
@@ -282,12 +287,19 @@ def _counted(state: State, new: list[Sample], policy: Policy) -> State:
         t=t,
         in_flight=in_flight,
         asked_t=asked_t,
+        queued_s=queued_s,
         prefill=tuple(prefill[-_WINDOW_S:]),
         decode=tuple(decode[-_WINDOW_S:]),
         buckets=tuple(buckets[-_N_BUCKETS:]),
         bucket=(filled_s, work),
         means=_with_caution(means, state, new[-1], policy.replicas.max),
     )
+
+
+def _queues(sample: Sample) -> bool:
+    """Requests are held, or wait in every engine."""
+    ready = [replica.waiting > 0 for replica in sample.replicas if replica.state == "ready"]
+    return sample.held > 0 or (all(ready) and bool(ready))
 
 
 def _averaged(means: Means, sample: Sample, read_s: float, in_flight: int, elapsed: int) -> Means:
@@ -351,6 +363,12 @@ def _slo_need(before: State, state: State, last: Sample, policy: Policy) -> _Nee
                 best = _Need(value, f"the last {span} s brought the work of {value:.2f} replicas")
     waiting = last.held + sum([replica.waiting for replica in last.replicas])
     queue = mean + waiting * _work_s(before.means, policy) / max(60.0, policy.start_s)
+    live = sum([replica.state != "draining" for replica in last.replicas])
+    starts = any(replica.state == "starting" for replica in last.replicas)
+    if state.queued_s > max(policy.ttft_s, _LEAST_QUEUE_S) and not starts and live + 1 > max(queue, best.replicas):
+        # Whatever the rates promise: what there is does not do.
+        words = f"{waiting} requests wait, some for {state.queued_s:.0f} s, and no replica starts"
+        return _Need(live + 1, words, best.replicas)
     if queue > best.replicas:
         return _Need(
             queue, f"{waiting} requests wait, with the load of {mean:.2f} replicas they need {queue:.2f}", best.replicas
