@@ -1,14 +1,14 @@
 """penstock: one file and one command take any open LLM from a laptop to a cluster.
 
-As a library: `plan`, `up`, `status`, `logs`, `scale`, `down` and `Client`; see docs/how-to/library.md. Each is imported
-when it is first used, so `import penstock` costs nothing.
+As a library: `plan`, `up`, `status`, `logs`, `scale`, `sleep`, `wake`, `down` and `Client`; see
+docs/how-to/library.md. Each is imported when it is first used, so `import penstock` costs nothing.
 """
 
 from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from penstock.deployment.library import RunningDeployment, down, logs, plan, scale, status, up
+    from penstock.deployment.library import RunningDeployment, down, logs, plan, scale, sleep, status, up, wake
     from penstock.errors import PenstockError, UserError
     from penstock.planner.request import Sizing
     from penstock.run_folder import State
@@ -28,8 +28,10 @@ __all__ = [
     "logs",
     "plan",
     "scale",
+    "sleep",
     "status",
     "up",
+    "wake",
 ]
 
 _MODULES = {

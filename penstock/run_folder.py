@@ -37,7 +37,7 @@ from penstock.log_lines import append_line, file_lines, kept_lines, older
 from penstock.paths import folder, home, is_full, overwrite, write_atomically
 from penstock.planner import Plan
 from penstock.spec import reading
-from penstock.spec.deployment import Deployment, is_legal_name
+from penstock.spec.deployment import Cache, Deployment, is_legal_name
 from penstock.text import KIB, MIB
 from penstock.wire.announcement import Announcement, GatewayAddress, Process, Restart, engine_key, scrape_key
 from penstock.wire.live import Event
@@ -373,9 +373,7 @@ def _decoded(lines: Sequence[bytes]) -> Iterator[Event]:
 def reachable(listen: str) -> str:
     """An address that a client on this machine can use: 0.0.0.0:80 becomes 127.0.0.1:80, ::1:80 becomes [::1]:80."""
     host, _, port = listen.rpartition(":")
-    host = host.strip("[]")
-    if host in ("0.0.0.0", "::"):
-        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host.strip("[]"), host.strip("[]"))
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -583,6 +581,7 @@ class Launch(msgspec.Struct, frozen=True):
     `announce_urls`: the gateway's admin address as a node may reach it; the first that answers is used.
     `announce_file`: where a placed gateway, which can move, writes that address (GatewayAddress); nodes read it again.
     `listen`: whether the engine listens on loopback, or with a key on the address that the gateway reaches.
+    `cache`: as in the file. `is_spread`: other machines may bring the same model.
     """
 
     deployment: str
@@ -592,6 +591,8 @@ class Launch(msgspec.Struct, frozen=True):
     lease_s: float = 6.0
     listen: Listen = "loopback"
     announce_file: str | None = None
+    cache: Cache = Cache()
+    is_spread: bool = False
 
     @property
     def engines_need_key(self) -> bool:

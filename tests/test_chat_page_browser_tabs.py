@@ -113,3 +113,23 @@ def test_log_out_ends_the_session_and_keeps_the_conversations(people: People, ri
     expect(chat.page.get_by_text("You logged out.")).to_be_visible()
     chat.page.goto(f"{rig.url}#key={rig.make_key('leaver2')}")
     expect(chat.chats).to_have_text(["hello"])
+
+
+def test_a_question_that_is_sent_before_the_page_is_drawn_is_asked_after_it(people: People) -> None:
+    chat = people.chat()
+    chat.page.add_init_script(
+        "const ask = window.fetch; window.fetch = async (...given) => {"
+        " const answer = await ask(...given);"
+        " if (String(given[0]).includes('run/predict')) await new Promise((over) => setTimeout(over, 2000));"
+        " return answer; };"
+    )
+    chat.page.reload()
+    for send in (chat.box.press, lambda _: chat.page.locator("#penstock-send").click()):
+        expect(chat.box).to_be_visible()
+        chat.box.fill("early")
+        send("Enter")
+        expect(chat.conversation).to_contain_text("You said: early")
+        expect(chat.figures).to_have_count(1)
+        chat.page.wait_for_timeout(2500)  # what is drawn late covers nothing
+        expect(chat.conversation).to_contain_text("You said: early")
+        chat.page.get_by_role("button", name="New chat").first.click()

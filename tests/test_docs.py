@@ -91,15 +91,15 @@ leader leftovers levers library lifecycle limits lines link listener live livene
 main manifest manifests markup measured member merge metric middleware monitoring
 modelscope network nvml
 object objects observe offline operations openssh options origins overhead
-pacing packages panel panels parent parse paths placed placement placing plain planning pod pods policies prepare price
-progress prometheus promql proxied published public
+pacing packages panel panels parent parse paths peers placed placement placing plain planning pod pods policies prepare
+price progress prometheus promql proxied published public
 queries queue quota
 ranges rate reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses
 retries rights rope routes rules
 samples scale scaler scaling scheduling
 schema screen script server service services sessions settings setup shared site sleep
 sleeping snapshot snippet solve source sse startup
-static statistics stats status stop store strategic structs supervisor svg sweep sync synthetic
+staging static statistics stats status stop store strategic structs supervisor svg sweep sync synthetic
 tab terminal theme timestamps top topology totals traffic tunnel tunnels
 ui unit upstream upstreams
 validity versions view vision volume

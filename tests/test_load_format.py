@@ -20,8 +20,10 @@ from penstock.models.read_rate import Reading, expected, file_system_of, is_of_n
 from penstock.node import load_choice
 from penstock.node.local_processes import NodeArgs, Prerequisites
 from penstock.node.readings import Readings
+from penstock.node.staging import Stage
 from penstock.node.supervisor import NodeSupervisor
 from penstock.planner import Plan
+from penstock.run_folder import Launch
 from penstock.text import GIB, MIB
 from penstock.wire.announcement import Progress
 
@@ -202,7 +204,8 @@ def test_a_start_that_failed_with_a_chosen_format_is_repeated_without_it(
         return load_choice.Chosen(with_format, "so", 1.0, has_format=True)
 
     monkeypatch.setattr(load_choice, "choose", chosen)
-    needs = Prerequisites(plan, NodeArgs("0"), False, Readings(lambda: None))  # type: ignore[arg-type, return-value]
+    readings = Readings(lambda: None)  # type: ignore[arg-type, return-value]
+    needs = Prerequisites(plan, NodeArgs("0"), False, readings, Stage(Launch("x", plan, (), ""), None, lambda: False))
     assert not needs.drop_format()
     assert needs.resolve()[0].args == {"seed": 7, "load-format": "instanttensor"}
     assert needs.drop_format() and needs.resolve()[0].args == {"seed": 7} and not needs.drop_format()

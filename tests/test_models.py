@@ -20,11 +20,14 @@ from samples import DEMO, demo_plan, deployment
 from penstock import targets
 from penstock.deployment import prepare
 from penstock.errors import UserError
-from penstock.models import ModelFacts, demo, facts, files
+from penstock.models import ModelFacts, demo, facts, fetch, files
 from penstock.models.facts import read_files
 from penstock.models.files import BUNDLED
+from penstock.models.sources import Source
 from penstock.node import model_files
+from penstock.node.staging import Stage
 from penstock.planner import Plan, kv_bytes_per_token
+from penstock.run_folder import Launch
 from penstock.spec.deployment import Deployment
 from penstock.targets import Surveyed
 
@@ -276,28 +279,39 @@ def planned(path: str, reference: str, form: str = "safetensors") -> Plan:
     return msgspec.structs.replace(demo_plan(), model=facts)
 
 
+def here(plan: Plan) -> Plan:
+    """On a node without others."""
+    return model_files.on_this_node(plan, Stage(Launch("x", plan, (), ""), None, lambda: False))
+
+
 def test_a_node_has_its_own_copy_of_the_bundled_model_and_folders_where_they_were(tmp_path: Path) -> None:
-    plan = model_files.on_this_node(planned("/elsewhere/penstock/models/demo_model", "penstock-demo"))
+    plan = here(planned("/elsewhere/penstock/models/demo_model", "penstock-demo"))
     assert plan.model.path == str(files.BUNDLED)
-    gguf = model_files.on_this_node(planned("/elsewhere/penstock-demo.gguf", "penstock-demo", "gguf"))
+    gguf = here(planned("/elsewhere/penstock-demo.gguf", "penstock-demo", "gguf"))
     assert gguf.model.path == str(demo.gguf_file())
-    here = planned(str(tmp_path), str(tmp_path))
-    assert model_files.on_this_node(here) is here
+    folder = planned(str(tmp_path), str(tmp_path))
+    assert here(folder) is folder
     bucket = planned("s3://bucket/model", "org/model")
-    assert model_files.on_this_node(bucket) is bucket, "its engine reads it"
+    assert here(bucket) is bucket, "its engine reads it"
     with pytest.raises(UserError, match='there is no "/nowhere/model" on '):
-        model_files.on_this_node(planned("/nowhere/model", "/nowhere/model"))
+        here(planned("/nowhere/model", "/nowhere/model"))
 
 
 def test_a_hub_model_is_taken_in_the_planned_revision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    hub = Hub(monkeypatch, tmp_path)
+    asked: list[Source] = []
+
+    def fetch_(source: Source, **_: Any) -> Path:
+        asked.append(source)
+        return tmp_path
+
+    monkeypatch.setattr(fetch, "fetch", fetch_)
     revision = "c1899de289a04d12100db370d81485cdf75e47ca"
     base = f"/elsewhere/hub/models--Qwen--Qwen3-0.6B/snapshots/{revision}"
-    assert model_files.on_this_node(planned(base, "Qwen/Qwen3-0.6B")).model.path == str(tmp_path)
-    gguf = model_files.on_this_node(planned(f"{base}/q4/x-q4_k_m.gguf", "Qwen/Qwen3-0.6B", "gguf"))
+    assert here(planned(base, "Qwen/Qwen3-0.6B")).model.path == str(tmp_path)
+    gguf = here(planned(f"{base}/q4/x-q4_k_m.gguf", "Qwen/Qwen3-0.6B", "gguf"))
     assert gguf.model.path == str(tmp_path / "q4" / "x-q4_k_m.gguf")
-    assert [(name, options["revision"]) for name, options in hub.asked] == [("Qwen/Qwen3-0.6B", revision)] * 2
-    assert "q4/x-q4_k_m.gguf" in hub.asked[1][1]["allow_patterns"]
+    hub_model = Source("hub", "Qwen/Qwen3-0.6B", revision)
+    assert asked == [hub_model, msgspec.structs.replace(hub_model, inside="q4/x-q4_k_m.gguf")]
 
 
 def test_a_hub_model_is_planned_from_its_headers_where_nodes_download_it(
@@ -314,9 +328,6 @@ def test_a_hub_model_is_planned_from_its_headers_where_nodes_download_it(
     record = there["safetensors"][1]
     assert record.path == f"{tmp_path}/models--org--name/snapshots/{'0' * 40}"
     assert (record.weights_bytes, record.n_layers) == (whole.index_bytes, 4)
-    hub = Hub(monkeypatch, tmp_path)
-    assert model_files.on_this_node(planned(record.path, "org/name")).model.path == str(tmp_path)
-    assert hub.asked[0][1]["revision"] == "0" * 40
     monkeypatch.setattr(facts, "_read_kept", lambda _: None)
     assert prepare._model_elsewhere(wanted, is_rehearsal=False) is None, "without its commit it is downloaded here"
     assert prepare._model_elsewhere(wanted, is_rehearsal=True) is not None, (

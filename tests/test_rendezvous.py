@@ -86,7 +86,7 @@ class Second:
 
         engine = engines.load("vllm")
         self.member = GroupMember(
-            PLAN, self.board, engine, lambda: introduction("beta", **versions), start, ReadyFile()
+            PLAN, self.board, engine, lambda _: introduction("beta", **versions), start, ReadyFile()
         )
         self.thread = threading.Thread(target=self.member.run, daemon=True)
         self.thread.start()

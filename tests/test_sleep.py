@@ -26,6 +26,7 @@ from launching import (
     wait_until,
 )
 
+import penstock
 from penstock.deployment.sleep import is_asleep
 from penstock.node.engine_client import IdleWatch
 from penstock.node.sleep import choose_level
@@ -101,7 +102,7 @@ def test_a_verb_puts_it_to_sleep_a_request_wakes_it_and_a_verb_wakes_it(place: P
     kinds = events(run)
     assert [kinds.count(kind) for kind in ("sleep", "wake", "replica asleep", "replica awake")] == [2, 1, 2, 2]
     assert kinds.count("replica ready") == 1
-    assert call("sleep").code == 0
+    assert [row.state for row in penstock.sleep("one").replicas] == ["sleeping"]
     assert call("down").code == 0
     place.assert_nothing_left()
 
@@ -208,6 +209,22 @@ def test_an_engine_that_cannot_be_woken_is_started_again(place: Place) -> None:
     assert call("sleep").code == 0
     ask(run)
     assert "could not be woken: " in call("status").out
+    wait_ready(run)
+    again = call("sleep")
+    assert again.code == 1
+    assert "does not sleep: its engine was lost in the last attempt (it could not be woken" in again.err
+
+
+@pytest.mark.processes
+def test_an_engine_that_refuses_to_sleep_stays_ready_and_says_so(place: Place) -> None:
+    closed = {"env": {"VLLM_SERVER_DEV_MODE": "0"}}
+    run = place.up(place.write("one", engine=BY_VERB | closed))
+    engine = engine_pid(run)
+    refused = call("sleep")
+    assert refused.code == 1
+    assert "does not sleep: the engine answered" in refused.err
+    ask(run)
+    assert engine_pid(run) == engine
 
 
 @pytest.mark.processes

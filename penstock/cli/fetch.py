@@ -96,9 +96,11 @@ def _fetch(options: argparse.Namespace) -> int:
         return 0
     assert source is not None
     cache = Path(deployment.cache.folder).expanduser() if deployment and deployment.cache.folder else None
+    if source.kind == "folder":  # it is looked at where it is
+        cache = None
     if options.verify:
         return _verify(options, source, cache)
-    wishes = {
+    wishes: dict[str, Any] = {
         "allow_pickle": deployment is not None and deployment.cache.allow_pickle,
         "with_code": deployment is not None and _runs_code(deployment),
     }

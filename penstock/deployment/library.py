@@ -17,6 +17,7 @@ from penstock import run_folder, targets
 from penstock.deployment import live, observe, planning, start, stop
 from penstock.deployment import logs as deployment_logs
 from penstock.deployment import scale as deployment_scale
+from penstock.deployment import sleep as deployment_sleep
 from penstock.errors import UserError
 from penstock.planner.request import Sizing
 from penstock.run_folder import Run, State
@@ -80,6 +81,12 @@ class RunningDeployment(msgspec.Struct, frozen=True):
 
     def scale(self, n_replicas: int, wait: bool = True) -> State:
         return scale(self.name, n_replicas, wait=wait)
+
+    def sleep(self, wait: bool = True) -> State:
+        return sleep(self.name, wait=wait)
+
+    def wake(self, wait: bool = True) -> State:
+        return wake(self.name, wait=wait)
 
     def down(self, now: bool = False) -> None:
         down(self.name, now=now)
@@ -160,6 +167,37 @@ def scale(
     if not wait or n_replicas is None:
         return observe.now_state(run, time.time())
     return deployment_scale.wait_scaled(run, n_replicas, on_state or _ignore, timeout_s)
+
+
+def sleep(
+    name: str | None = None, *, wait: bool = True, timeout_s: float | None = None, on_state: OnState | None = None
+) -> State:
+    """Let every replica sleep when no request runs on it; a request wakes it. With `wait`, block until all sleep.
+
+    Raises UserError for a deployment without `engine.sleep`, PenstockError for a replica that does not sleep.
+    """
+    return _order(name, "sleep", wait, timeout_s, on_state)
+
+
+def wake(
+    name: str | None = None, *, wait: bool = True, timeout_s: float | None = None, on_state: OnState | None = None
+) -> State:
+    """Wake every replica that sleeps. With `wait`, block until all are awake."""
+    return _order(name, "wake", wait, timeout_s, on_state)
+
+
+def _order(
+    name: str | None,
+    word: Literal["sleep", "wake"],
+    wait: bool,
+    timeout_s: float | None,
+    on_state: OnState | None,
+) -> State:
+    run = _chosen(name)
+    deployment_sleep.order(run, word)
+    if not wait:
+        return observe.now_state(run, time.time())
+    return deployment_sleep.wait(run, word, on_state or _ignore, timeout_s)
 
 
 def down(name: str | None = None, *, now: bool = False) -> None:

@@ -100,6 +100,8 @@ def prepare(
         token_file=str(Run(run_path).admin_token_file),
         listen=target.listen,
         announce_file=None if is_gateway_here else str(Run(run_path).gateway_address_file),
+        cache=deployment.cache,
+        is_spread=not target.is_this_machine,
     )
     return Prepared(deployment, machine, plan, target.render(instructions, sys.executable, deployment))
 

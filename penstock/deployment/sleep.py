@@ -8,11 +8,12 @@ from typing import Literal
 import msgspec
 
 from penstock import run_folder, targets
+from penstock.deployment import observe
 from penstock.deployment.events import asked_by
 from penstock.deployment.start import OnState, revive, watch
 from penstock.errors import PenstockError, UserError
 from penstock.run_folder import Order, ReplicaStatus, Run, State
-from penstock.wire.announcement import ASLEEP, SLEEPLESS
+from penstock.wire.announcement import ASLEEP, SERVING, SLEEPLESS
 
 _IN_BETWEEN = ("sleeping", "waking")
 
@@ -28,6 +29,11 @@ def order(run: Run, word: Literal["sleep", "wake"]) -> None:
                 f'cannot {word} deployment "{run.name}": it was started without engine.sleep',
                 hint="Write `sleep: {level: auto}` into the block engine of its file, and `penstock up --replace`.",
             )
+        serving = [row.replica for row in observe.now_state(run, time.time()).replicas if row.state in SERVING]
+        if not serving:
+            raise UserError(
+                f'cannot {word} deployment "{run.name}": no replica is ready', hint=f"penstock status {run.name}"
+            )
         new = msgspec.structs.replace(desired, order=Order(word, time.time()))
         targets.load(run.record().target).order(run, new)
         run.add_event(word, f"{word}: every replica", who=asked_by())
@@ -35,14 +41,14 @@ def order(run: Run, word: Literal["sleep", "wake"]) -> None:
 
 
 def wait(run: Run, word: Literal["sleep", "wake"], on_state: OnState, timeout_s: float | None = None) -> State:
-    """Block until every replica sleeps, or is awake.
+    """Block until every replica that was ready sleeps, or is awake.
 
     Raises PenstockError for one that does not sleep, and for one that a request woke before all slept.
     """
     were_asleep: set[str] = set()
 
     def is_done(state: State) -> bool:
-        rows = [row for row in state.replicas if row.state != "failed"]
+        rows = [row for row in state.replicas if row.state in SERVING]
         if word == "wake":
             return all(row.state not in _IN_BETWEEN for row in rows)
         were_asleep.update(row.replica for row in rows if is_asleep(row))

@@ -44,4 +44,4 @@ class Fake(Vllm):
         argv += sleep_flags(plan)
         key = {KEY_VARIABLE: place.key} if place.key is not None else {}
         routes = names.DEV_MODE if plan.sleep is not None else {}
-        return Command(tuple(argv), plan.env | key | routes)
+        return Command(tuple(argv), routes | plan.env | key)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from penstock.gateway.accounting.usage_store import GpuUse
 from penstock.gateway.metrics import Family, Labels
 from penstock.gateway.routing.replicas import Replica
-from penstock.wire.announcement import GatewayView
+from penstock.wire.announcement import SERVING, GatewayView
 from penstock.wire.live import Cost, KeyUse
 
 # A process that was stopped for longer than this knows nothing of that time.
@@ -49,7 +49,7 @@ class GpuTime:
             return
         slot = int(wall_s) // SLOT_S * SLOT_S
         for row in replicas:
-            if row.announcement.state == "ready" and row.is_alive(now):
+            if row.announcement.state in SERVING and row.is_alive(now):  # asleep it holds its GPUs
                 model, gpu_s = row.announcement.model, step_s * self._n_gpus
                 busy_s = gpu_s if _is_busy(row) else 0.0
                 self._totals[model] = _plus(self._totals[model], gpu_s, busy_s)

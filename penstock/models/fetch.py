@@ -18,7 +18,7 @@ import msgspec
 from penstock import paths
 from penstock.errors import PenstockError, UserError
 from penstock.models import fetch_lock, hub, manifest, sources
-from penstock.models.fetch_files import FilesFetch, Layout, Progress
+from penstock.models.fetch_files import FilesFetch, Layout, Peers, Progress
 from penstock.models.sources import Listing, Source
 
 __all__ = ["FetchPlan", "Layout", "Progress", "fetch", "folder_of", "found", "kept", "prepare"]
@@ -51,14 +51,20 @@ def fetch(
     with_code: bool = False,
     show: Show = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
+    peers: Peers | None = None,
 ) -> Path:
     """The folder with the model's files, whole. Blocks; resumes; idempotent: what fits is not fetched again.
 
     `to`: a folder that gets plain files; else the hub's cache (`cache`, or the machine's), or penstock's folder for
-    other sources. `show` gets the progress twice a second.  Raises UserError, and PenstockError when a retry may help.
+    other sources. A folder of this machine stays where it is, but for a `cache`, which gets a copy. `show` gets the
+    progress twice a second; what it raises ends the fetch.  Raises UserError, and PenstockError when a retry may help.
     """
+
+    def resolve() -> Listing:
+        return sources.resolve(source, allow_pickle, with_code)
+
     try:
-        listing = sources.resolve(source, allow_pickle, with_code)
+        listing = resolve() if peers is None else peers.listing(resolve)
     except hub.HubError as exc:
         folder = kept(source, cache) if exc.status is None and to is None else None
         if folder is None:
@@ -68,10 +74,13 @@ def fetch(
     layout = _layout(listing, to, cache)
     if _has(layout.folder, listing):
         _keep_name(listing, layout)
+        if peers is not None:
+            peers.begin(listing, layout)
+        _finish(peers)
         return layout.folder
     plan = prepare(listing, to, cache)
     try:
-        _fetch_missing(plan, layout, show, say)
+        _fetch_missing(plan, layout, show, say, peers)
     except OSError as exc:
         if not paths.is_full(exc) and not layout.missing(listing):  # whole, in a cache that cannot be written
             return layout.folder
@@ -121,7 +130,7 @@ def _layout(listing: Listing, to: Path | None, cache: Path | None) -> Layout:
     source = listing.source
     if to is not None:
         return Layout(to)
-    if source.kind == "folder":
+    if source.kind == "folder" and cache is None:
         path = Path(source.name)
         return Layout(path.parent if path.is_file() else path)
     if source.kind == "hub":
@@ -143,11 +152,16 @@ def _has(folder: Path, listing: Listing) -> bool:
     )
 
 
-def _fetch_missing(plan: FetchPlan, layout: Layout, show: Show, say: Callable[[str], None]) -> None:
+def _fetch_missing(
+    plan: FetchPlan, layout: Layout, show: Show, say: Callable[[str], None], peers: Peers | None
+) -> None:
     layout.root.mkdir(parents=True, exist_ok=True)
-    files = FilesFetch(plan.listing, layout)
+    files = FilesFetch(plan.listing, layout, peers)
     with fetch_lock.FetchLock(layout.root, say, lambda: files.progress().line) as lock:
+        if peers is not None:
+            peers.begin(plan.listing, layout)
         if _has(layout.folder, plan.listing):  # by the process that this one waited for
+            _finish(peers)
             return
         began = time.monotonic()
         entries = files.run(show, lambda: lock.is_lost)
@@ -157,10 +171,16 @@ def _fetch_missing(plan: FetchPlan, layout: Layout, show: Show, say: Callable[[s
             entries = {name: e for name, e in before.files.items() if (layout.folder / name).exists()} | entries
         source = msgspec.structs.replace(plan.listing.source, revision=None, inside=None)
         manifest.write(layout.folder, manifest.Manifest(str(source), plan.listing.commit, entries))
+        _finish(peers)
         layout.remove_notes()
         _keep_name(plan.listing, layout)
     if files.n_fetched_bytes > _LEAST_MEASURED_BYTES:
         _write_rate(_host(plan.listing.source), files.n_fetched_bytes / seconds)
+
+
+def _finish(peers: Peers | None) -> None:
+    if peers is not None:
+        peers.finish()
 
 
 def _keep_name(listing: Listing, layout: Layout) -> None:

@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -32,6 +33,25 @@ PARTS = ".penstock-parts"  # of files that are not complete, in a folder that is
 NOTES = ".penstock-fetched.json"  # the files that were fetched and hashed, until there is a manifest
 
 FetchFile = Callable[[Listing, str, PartFile], None]
+
+
+class Peers(Protocol):
+    """Other machines that fetch the same model now, or have it: they are asked before its source is."""
+
+    def listing(self, resolve: Callable[[], Listing]) -> Listing:
+        """What the source has, as another machine knows it, or `resolve` says.  Raises PenstockError."""
+
+    def begin(self, listing: Listing, layout: Layout) -> None:
+        """From now on this machine gives others what is in `layout`."""
+
+    def fetch_file(self, listing: Listing, name: str, part: PartFile, from_source: FetchFile) -> None:
+        """As a `FetchFile`: from another machine, or by `from_source`."""
+
+    def confirm(self, listing: Listing, name: str, digest: str) -> None:
+        """Compare the SHA-256 of a file of which the source tells no hash.  Raises PenstockError."""
+
+    def finish(self) -> None:
+        """This machine has all files."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -126,8 +146,8 @@ class Layout:
 class FilesFetch:
     """One fetch of a listing. `run` blocks; `progress` may be called from other threads."""
 
-    def __init__(self, listing: Listing, layout: Layout) -> None:
-        self._listing, self._layout = listing, layout
+    def __init__(self, listing: Listing, layout: Layout, peers: Peers | None = None) -> None:
+        self._listing, self._layout, self._peers = listing, layout, peers
         self._fetch_file = _fetcher(listing.source.kind)
         self._lock = threading.Lock()
         self._bytes: dict[str, int] = dict.fromkeys(listing.files, 0)
@@ -220,7 +240,7 @@ class FilesFetch:
             self._set_bytes(name, part.n_bytes)
             try:
                 if part.n_bytes != file.size:
-                    self._fetch_file(self._listing, name, part)
+                    self._receive(name, part)
                 return self._check_hash(name, file, part)
             except PenstockError as exc:
                 n_tries = 1 if part.n_bytes > furthest else n_tries + 1
@@ -232,6 +252,12 @@ class FilesFetch:
                 self._wait(name, exc, n_tries - 1)
             if self._stopped.is_set():
                 raise PenstockError("the fetch was stopped")
+
+    def _receive(self, name: str, part: PartFile) -> None:
+        if self._peers is None:
+            self._fetch_file(self._listing, name, part)
+        else:
+            self._peers.fetch_file(self._listing, name, part, self._fetch_file)
 
     def _place_present(self, name: str, file: RemoteFile, path: Path) -> bool:
         """Use what another program fetched, once its hash is right."""
@@ -267,6 +293,8 @@ class FilesFetch:
             )
         try:
             self._compare(name, file, part.sha256, part.git_sha1)
+            if self._peers is not None and file.sha256 is None and file.git_sha1 is None:
+                self._peers.confirm(self._listing, name, part.sha256)
         except PenstockError:
             part.clear()  # wrong bytes are never continued
             raise

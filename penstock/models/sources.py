@@ -9,9 +9,11 @@ renames nothing: models/fetch_files.py does.
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import importlib
 import re
-from collections.abc import Callable, Collection, Sequence
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -175,18 +177,28 @@ def list_hub(source: Source) -> Listing:
 
 
 def list_folder(source: Source) -> Listing:
-    """The files below a folder of this machine.  Raises UserError for links that leave it."""
+    """The files below a folder of this machine; its commit stands for their names, sizes and times.  Raises UserError
+    for a folder that is not there, and for links that leave it."""
     folder = Path(source.name)
+    if not folder.exists():
+        raise UserError(f'cannot use folder "{folder}": it is not on {socket.gethostname()}')
     if folder.is_file():
-        return Listing(source, "", {folder.name: RemoteFile(folder.stat().st_size, url=str(folder))})
+        return _listed(source, {folder.name: folder})
     paths = [path for path in folder.rglob("*") if path.is_file()]
     for path in paths:
         try:
             hub.check_inside(path, folder)
         except ValueError as exc:
             raise UserError(f'cannot use "{path}": {exc}') from exc
-    found = {str(path.relative_to(folder)): RemoteFile(path.stat().st_size, url=str(path)) for path in paths}
-    return Listing(source, "", found)
+    return _listed(source, {str(path.relative_to(folder)): path for path in paths})
+
+
+def _listed(source: Source, paths: Mapping[str, Path]) -> Listing:
+    facts = {name: path.stat() for name, path in sorted(paths.items())}
+    # Files that penstock itself writes there change nothing.
+    lines = [f"{n} {f.st_size} {f.st_mtime_ns}" for n, f in facts.items() if not _matches(n, _NOT_OURS)]
+    commit = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return Listing(source, commit, {name: RemoteFile(f.st_size, url=str(paths[name])) for name, f in facts.items()})
 
 
 def copy_file(listing: Listing, name: str, part: PartFile) -> None:

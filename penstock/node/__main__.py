@@ -28,6 +28,7 @@ from penstock.node.group.rendezvous import BoardClient
 from penstock.node.local_processes import NodeArgs, NodeProcesses, Prerequisites
 from penstock.node.readings import MachineReader, Readings
 from penstock.node.ready_file import ReadyFile
+from penstock.node.staging import Stage
 from penstock.node.supervisor import END_S, NodeSupervisor
 from penstock.run_folder import Launch
 from penstock.wire.structs import prepare_loaded
@@ -55,7 +56,7 @@ def _member(
         return local
 
     board = BoardClient(admin, args.replica, args.rank, lambda: member.leave(), readings.latest)
-    member = GroupMember(plan, board, engine, lambda: prerequisites.introduce(admin), start, file)
+    member = GroupMember(plan, board, engine, lambda show: prerequisites.introduce(admin, show), start, file)
     board.start()
     return member
 
@@ -112,7 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ready_file = ReadyFile(options.ready_file)
     readings = Readings(MachineReader(options.launch.parent.parent).read)
     readings.start()
-    prerequisites = Prerequisites(launch.plan, args, options.claim_gpus, readings)
+    stage = Stage(launch, admin, lambda: bool(supervisor.stops))
+    prerequisites = Prerequisites(launch.plan, args, options.claim_gpus, readings, stage)
     prepare_loaded()
     make = NodeSupervisor if rank == 0 else _member
     supervisor = make(launch, args, engines.load(launch.plan.engine), admin, prerequisites, readings, ready_file)
@@ -121,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = supervisor.run()
     finally:
         ready_file.set(is_ready=False)
+        stage.close()
     # The exit code shows that the scheduler ended this node.
     return 128 + signal.SIGTERM if terms and options.kill_after is not None and code == 0 else code
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from penstock.node.gpu_memory import GpuMemory
 from penstock.node.group import addresses, ray
 from penstock.node.group.addresses import Formation, Introduction
 from penstock.node.readings import Readings
+from penstock.node.staging import Show, Stage
 from penstock.paths import private_folder
 from penstock.planner import Plan
 from penstock.wire.announcement import Process
@@ -54,26 +56,32 @@ class Prerequisites:
     From then on `readings` has the GPUs too.
     """
 
-    def __init__(self, plan: Plan, args: NodeArgs, claims_gpus: bool, readings: Readings) -> None:
+    def __init__(self, plan: Plan, args: NodeArgs, claims_gpus: bool, readings: Readings, stage: Stage) -> None:
         self._plan, self._args, self._claims_gpus, self._readings = plan, args, claims_gpus, readings
+        self._stage, self._lock = stage, threading.Lock()
         self._resolved: tuple[Plan, NodeArgs] | None = None
         self.loading = load_choice.Chosen(plan)  # how the weights are loaded, once resolved
         self._claim: gpu_locks.Claim | None = None
 
-    def resolve(self) -> tuple[Plan, NodeArgs]:
-        """The plan with this machine's paths, the arguments with its GPUs. May download.  Raises PenstockError."""
-        if self._resolved is None:
-            self.loading = load_choice.choose(model_files.on_this_node(self._plan))
-            plan, args = self.loading.plan, self._args
-            if self.loading.text:
-                print(f"penstock: weights: {self.loading.text}", flush=True)
-            if self._claims_gpus and plan.device == "cuda":
-                self._claim = gpu_locks.claim(plan.ranks_each, plan.gpu_memory_utilization)
-                args = msgspec.structs.replace(args, gpus=self._claim.indices)
-            self._resolved = plan, args
-            if plan.device == "cuda":
-                self._readings.use_gpus(os.environ | plan.env | _claimed(args), plan.ranks_each)
-        return self._resolved
+    def resolve(self, show: Show = lambda _: None) -> tuple[Plan, NodeArgs]:
+        """The plan with this machine's paths, the arguments with its GPUs. May fetch the model, and shows it.
+        Raises PenstockError."""
+        with self._lock:
+            if self._resolved is None:
+                self._resolved = self._resolve(show)
+            return self._resolved
+
+    def _resolve(self, show: Show) -> tuple[Plan, NodeArgs]:
+        self.loading = load_choice.choose(model_files.on_this_node(self._plan, self._stage, show))
+        plan, args = self.loading.plan, self._args
+        if self.loading.text:
+            print(f"penstock: weights: {self.loading.text}", flush=True)
+        if self._claims_gpus and plan.device == "cuda":
+            self._claim = gpu_locks.claim(plan.ranks_each, plan.gpu_memory_utilization)
+            args = msgspec.structs.replace(args, gpus=self._claim.indices)
+        if plan.device == "cuda":
+            self._readings.use_gpus(os.environ | plan.env | _claimed(args), plan.ranks_each)
+        return plan, args
 
     def drop_format(self) -> bool:
         """Let the next start load in the engine's default way; whether a load format had been chosen here."""
@@ -84,9 +92,9 @@ class Prerequisites:
         self.loading, self._resolved = load_choice.Chosen(plan, text), (plan, self._resolved[1])
         return True
 
-    def introduce(self, admin: AdminClient) -> Introduction:
-        """This node's introduction to its group, with its GPUs. Blocks.  Raises PenstockError."""
-        args, facts = self.resolve()[1], this_node()
+    def introduce(self, admin: AdminClient, show: Show = lambda _: None) -> Introduction:
+        """This node's introduction to its group, with its GPUs. Blocks, as `resolve`.  Raises PenstockError."""
+        args, facts = self.resolve(show)[1], this_node()
         if args.gpus:
             gpus = tuple(gpu for gpu in facts.machine.gpus if gpu.index in args.gpus)
             facts = msgspec.structs.replace(facts, machine=msgspec.structs.replace(facts.machine, gpus=gpus))

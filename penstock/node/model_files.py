@@ -7,35 +7,61 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.errors import UserError
-from penstock.models import ModelFacts, demo, hub
-from penstock.models.files import BUNDLED, patterns_of
+from penstock.errors import PenstockError, UserError
+from penstock.models import ModelFacts, demo, fetch, hub
+from penstock.models.files import BUNDLED
+from penstock.models.sources import Source
+from penstock.node.staging import Show, Stage
 from penstock.planner import Plan
 from penstock.spec.deployment import DEMO_MODEL
 
 
-def on_this_node(plan: Plan) -> Plan:
+def on_this_node(plan: Plan, stage: Stage, show: Show = lambda _: None) -> Plan:
     """The plan with the model's files where this machine has them: it may have been made on another.
 
-    The bundled model is in every copy of penstock; a folder must be at the same path; a hub model comes from this
-    machine's own cache, or the hub, in the same revision.  Raises UserError when it is none of these.
+    The bundled model is in every copy of penstock; a folder must be at the same path, or come from a node that has it;
+    a hub model comes from this machine's own cache, other nodes, or the hub, in the same revision. `show` gets the
+    progress of what is fetched. Blocks.  Raises PenstockError.
     """
     model = plan.model
     if model.reference == DEMO_MODEL:
         path = str(demo.gguf_file() if model.form == "gguf" else BUNDLED)
-    elif "://" in model.path or Path(model.path).exists():  # the engine reads a URL itself
+    elif "://" in model.path:  # the engine reads a URL itself
         return plan
     elif place := hub.in_cache(model.path):
-        path = _snapshot_here(model, place)
+        path = _hub_model_here(model, place, stage, show)
+    elif stage.is_for(model.path):
+        path = _copy_here(model.path, stage, show)
+    elif Path(model.path).exists():
+        return plan
     else:
         raise UserError(
             f'cannot find model "{model.reference}": there is no "{model.path}" on {socket.gethostname()}',
-            hint="Put it on a file system that every node has at this path, or use a hub id.",
+            hint="Put it on a file system that every node has at this path, set cache.stage, or use a hub id.",
         )
-    return msgspec.structs.replace(plan, model=msgspec.structs.replace(model, path=path))
+    return (
+        plan if path == model.path else msgspec.structs.replace(plan, model=msgspec.structs.replace(model, path=path))
+    )
 
 
-def _snapshot_here(model: ModelFacts, place: hub.InCache) -> str:
-    """The path, in this machine's cache, of a hub model that has another path elsewhere."""
-    patterns = patterns_of(model.form, place.inside)
-    return str(hub.download(model.reference, patterns, revision=place.revision) / place.inside)
+def _hub_model_here(model: ModelFacts, place: hub.InCache, stage: Stage, show: Show) -> str:
+    """The path of a hub model that may have another one elsewhere."""
+    if Path(model.path).exists() and not stage.is_for(model.path):
+        return model.path
+    source = Source("hub", model.reference, place.revision, place.inside or None)
+    here = fetch.found(source)
+    folder = stage.bring(source, str(here or hub.cache()), show)
+    return str(folder / place.inside)
+
+
+def _copy_here(path: str, stage: Stage, show: Show) -> str:
+    """The path of the copy of a folder, or of a GGUF file with what goes with it."""
+    inside = Path(path).name if path.endswith(".gguf") else None
+    source = Source("folder", str(Path(path).parent) if inside else path, inside=inside)
+    try:
+        return str(stage.bring(source, path, show) / (inside or ""))
+    except PenstockError as exc:
+        if not stage.is_passing or not Path(path).exists():
+            raise
+        print(f"penstock: the weights are read where they are: {exc.message}", flush=True)
+        return path

@@ -7,10 +7,12 @@ import time
 
 from penstock import engines
 from penstock.engines import Diagnosis, Seen
+from penstock.models.fetch_files import Progress as FetchProgress
 from penstock.node.announcer import Announcer
 from penstock.node.load_choice import Chosen
 from penstock.node.ready_file import ReadyFile
 from penstock.run_folder import Launch
+from penstock.text import show_bytes
 from penstock.wire.announcement import (
     SERVING,
     Announcement,
@@ -93,6 +95,20 @@ class ReplicaReport:
         """Set progress that the engine's log does not show. `timed_as`: where `stage` names more than the stage."""
         self._times.enter(timed_as or stage, time.monotonic())
         self._seen = Seen(Progress(stage, fraction=0.0))
+
+    def show(self, progress: FetchProgress) -> None:
+        """Announce how far the model's files are."""
+        fraction = progress.n_bytes / progress.total_bytes if progress.total_bytes else 1.0
+        stage = f"weights {progress.n_files}/{progress.total_files} files, {show_bytes(progress.n_bytes)}"
+        stage += f" of {show_bytes(progress.total_bytes)}"
+        seen = Progress(
+            f"{stage}, {progress.note}" if progress.note else stage,
+            bytes_per_s=progress.rate_bytes_per_s,
+            eta_s=progress.left_s,
+            fraction=fraction,
+        )
+        self._seen = Seen(seen)
+        self.announce(self.state)
 
     def ready(self, adapters: tuple[str, ...]) -> None:
         self.ready_after_s = round(time.time() - self._started_at, 2)

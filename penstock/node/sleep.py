@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Literal
 
 from penstock.engines import Call, Diagnosis, Engine, Seen
@@ -19,13 +20,17 @@ from penstock.node.announcer import Announcer
 from penstock.node.engine_client import EngineClient
 from penstock.node.report import ReplicaReport
 from penstock.planner import Plan
+from penstock.processes import Backoff
 from penstock.text import GIB, show_bytes, show_seconds
 from penstock.wire.announcement import ASLEEP, SLEEPLESS, AnnounceAnswer, Progress
+from penstock.wire.answers import HttpError
 
 _TICK_S = 0.25
 _HEALTH_EVERY_S = 1.0
 _POSTED_S = 2.0
 _AGAIN_S = 10.0  # after a refusal, or a request that came in the moment of falling asleep
+# After a sleep that the engine did not survive: an idle deployment must not be restarted again and again.
+_FAILED_S, _FAILED_S_MAX, _CALM_S = 600.0, 6 * 3600.0, 24 * 3600.0
 _MEMORY_SHARE = 0.9  # of the free memory, for the weights
 # Announcements of a sleeper, whose answers bring the order to wake.
 _ASK_EVERY_S, _ANNOUNCE_EVERY_S = 0.25, 1.0
@@ -41,7 +46,8 @@ class Sleeper:
         self._is_stopped = is_stopped
         self._is_ordered = False
         self._wake = threading.Event()
-        self._not_before = 0.0
+        self._not_before, self._failure = 0.0, ""
+        self._backoff = Backoff(_FAILED_S, _FAILED_S_MAX, _CALM_S)
         self._kept_level: int | None = None  # of this engine: memory that it took once stays its own
         self._wake_s: float | None = None
 
@@ -52,12 +58,16 @@ class Sleeper:
 
     def begin(self) -> None:
         """A new engine is there."""
-        self._kept_level, self._not_before = None, 0.0
+        self._kept_level = None
 
     def is_due(self, client: EngineClient, now: float) -> bool:
         """Whether the engine shall fall asleep now. `now`: monotonic seconds."""
         sleep = self._plan.sleep
-        if sleep is None or now < self._not_before:
+        if sleep is None:
+            return False
+        if now < self._not_before:
+            if self._is_ordered and self._failure:
+                self._report.reason = f"{SLEEPLESS}: {self._failure}"
             return False
         is_due = self._is_ordered or (sleep.after_s is not None and client.idle_s >= sleep.after_s)
         return is_due and client.is_busy() is False
@@ -79,8 +89,12 @@ class Sleeper:
             return None
         began_at = time.monotonic()
         problem = self._make(client, self._engine.sleep_calls(choice), "put to sleep", lost)
+        if isinstance(problem, HttpError):
+            self._serve(client)
+            self._refuse(f"the engine answered {problem.message}")
+            return None
         if problem is not None or self._is_stopped():
-            return problem
+            return self._failed(problem)
         self._kept_level = choice
         self._note("sleep_s", time.monotonic() - began_at)
         self._announce("sleeping", Progress(f"{ASLEEP} at level {choice}", eta_s=self._wake_s))
@@ -113,10 +127,12 @@ class Sleeper:
         began_at = time.monotonic()
         self._announce("waking", Progress("waking up", eta_s=self._wake_s))
         problem = self._make(client, self._engine.wake_calls(level), "woken", lost)
+        if isinstance(problem, HttpError):
+            problem = Diagnosis(f"it could not be woken: {problem.message}")
+        if problem is None and not self._is_stopped() and not client.gives_token():
+            problem = lost() or Diagnosis("it was woken and gave no token")
         if problem is not None or self._is_stopped():
-            return problem
-        if not client.gives_token():
-            return lost() or Diagnosis("it was woken and gave no token")
+            return self._failed(problem)
         self._wake_s = round(time.monotonic() - began_at, 2)
         self._note("wake_s", self._wake_s)
         print(f"penstock: awake after {show_seconds(self._wake_s)}", flush=True)
@@ -140,10 +156,17 @@ class Sleeper:
             print(f"penstock: {reason}", flush=True)
         self._report.reason = reason
 
+    def _failed(self, problem: Diagnosis | None) -> Diagnosis | None:
+        if problem is not None:
+            self._failure = f"its engine was lost in the last attempt ({problem.reason})"
+            self._not_before = time.monotonic() + self._backoff.next(time.monotonic())
+        return problem
+
     def _make(
         self, client: EngineClient, calls: tuple[Call, ...], what: str, lost: Callable[[], Diagnosis | None]
-    ) -> Diagnosis | None:
-        """Makes the calls, however long they take. None also when the node is stopped: the engine ends where it is."""
+    ) -> Diagnosis | HttpError | None:
+        """Makes the calls, however long they take. None also when the node is stopped: the engine ends where it is.
+        HttpError: the engine refused the first of them, and is as before."""
         failures: list[PenstockError] = []
 
         def make() -> None:
@@ -159,9 +182,12 @@ class Sleeper:
             if problem is not None:
                 return problem
             thread.join(_TICK_S)
-        if failures:
-            return lost() or Diagnosis(f"it could not be {what}: {failures[0].message}")
-        return None
+        if not failures:
+            return None
+        error = failures[0]
+        if isinstance(error, HttpError) and error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            return error
+        return lost() or Diagnosis(f"it could not be {what}: {error.message}")
 
     def _serve(self, client: EngineClient) -> None:
         client.forget_idleness()

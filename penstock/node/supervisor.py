@@ -15,6 +15,7 @@ import time
 from penstock import engines, processes
 from penstock.engines import Diagnosis, Engine
 from penstock.errors import PenstockError
+from penstock.models.fetch_files import Progress
 from penstock.node.announcer import AdminClient, Announcer
 from penstock.node.engine_client import EngineClient
 from penstock.node.engine_process import EngineProcess
@@ -148,8 +149,10 @@ class NodeSupervisor:
         if self._report.state != "restarting":
             self._announce("starting")
         try:
-            plan, self._args = self._prerequisites.resolve()
+            plan, self._args = self._prerequisites.resolve(self._show)
         except PenstockError as exc:
+            if self.stops:
+                return None
             return Diagnosis(exc.message, exc.hint, is_final=not exc.is_retryable)
         self._report.loading = self._prerequisites.loading
         self._local.use(plan, self._args)
@@ -173,6 +176,12 @@ class NodeSupervisor:
         self._report.url = self._args.url or url
         self._announce("starting")
         return None
+
+    def _show(self, progress: Progress) -> None:
+        """How far the model's files are, here and on the other nodes."""
+        if self._leader is not None:
+            self._report.nodes = self._leader.preparing()
+        self._report.show(progress)
 
     def _own_address(self) -> str | None:
         """This machine's address as the gateway sees it. Waits for the gateway; None when the node is stopped."""

@@ -249,10 +249,17 @@ class Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     it starts. The others hold the model's folder and are only read: `pvc:CLAIM/PATH`, `gs://BUCKET/PATH` (Cloud Storage
     FUSE of GKE), `s3://BUCKET/PATH` (vLLM streams it), `image:REFERENCE` (an image volume), and a folder of the nodes.
 
+    `stage`: where each node keeps a copy of the weights to load from. `none`: nowhere, a model's folder is read where
+    it is. A folder of the nodes, with their variables ($SLURM_TMPDIR/models): it stays there for the next start.
+    `auto`: on the node's own scratch disk ($SLURM_TMPDIR, $TMPDIR, /tmp) where the weights lie on a file system of
+    other machines; it goes with the last node on the machine that uses it. The nodes pass the files on to each other,
+    so that the source sends each byte about once.
+
     `allow_pickle`: fetch weights that are pickled (*.bin, *.pt) where there are no others; loading them can run code.
     """
 
     weights: str | None = None
+    stage: str = "none"
     allow_pickle: bool = False
 
     @property

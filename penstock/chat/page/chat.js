@@ -4,7 +4,11 @@
 const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 const IMAGE_SIDE_MAX = 2048; // larger ones are made smaller: models see no more
 const TRIES_MAX = 5;
-const chat = { order: null, sent: null, waiting: null, editing: null, images: [], tries: 0, shown: null };
+const DRAWING_MAX_MS = 15000; // a lost event must not keep the message box shut
+const chat = {
+  order: null, sent: null, waiting: null, editing: null, images: [], tries: 0, shown: null,
+  drawingUntil: Date.now() + DRAWING_MAX_MS, // the first conversation comes by itself
+};
 
 const isAnswering = () => document.body.classList.contains("penstock-busy");
 const nTurns = () => Object.keys(page.conversation.turns).length;
@@ -85,14 +89,28 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && chat.editing && !isAnswering()) cancelEdit();
 });
 
-// Gradio does not hear what is sent before an event is over, which is some time after the answer's last word. Such a
-// message goes when it is over, if it is still the same.
-document.addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.target !== drafts.box()) return;
-  if (!isAnswering() && !page.isLeaving) return;
+// Gradio does not hear what is sent before an event is over, which is some time after the answer's last word; and what a
+// slow machine draws of a conversation that was just opened would cover a question that is asked before it comes. Such a
+// message goes when that is over, if it is still the same.
+const isDrawing = () => Date.now() < chat.drawingUntil;
+
+function keepWaiting(event) {
   event.preventDefault();
   event.stopPropagation();
-  chat.waiting = event.target.value;
+  chat.waiting = drafts.box().value;
+}
+
+function sendWaiting(waiting) {
+  if (waiting !== null && (waiting.trim() || chat.images.length) && drafts.box()?.value === waiting) press("penstock-send");
+}
+
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.target !== drafts.box()) return;
+  if (isAnswering() || isDrawing() || page.isLeaving) keepWaiting(event);
+}, true);
+
+document.addEventListener("click", (event) => {
+  if (isDrawing() && event.target.closest?.("#penstock-send")) keepWaiting(event);
 }, true);
 
 // An overloaded server said when to come again: a countdown, then the question is asked again.
@@ -204,17 +222,23 @@ window.penstockChat = {
     const isRefused = isError && nTurns() === sent.nTurns;
     if (isEmpty || isRefused) Object.assign(chat, { images: sent.images, editing: sent.editing });
     else if (sent.editing?.draft && !box.value) fill(sent.editing.draft);
-    else if (waiting?.trim() && box.value === waiting && !isError) press("penstock-send");
+    else if (!isError) sendWaiting(waiting);
     drawAbove();
   },
   // Another conversation is drawn; an answer that still arrives is left.
   async shown(_conversation, ...rest) {
+    chat.drawingUntil = Date.now() + DRAWING_MAX_MS;
     await window.penstock.ready;
     document.body.classList.remove("penstock-busy");
-    chat.waiting = null;
+    chat.drawingUntil = Date.now() + DRAWING_MAX_MS;
     if (chat.shown !== page.conversation.id) Object.assign(chat, { shown: page.conversation.id, editing: null });
     drawAbove();
     pin();
     return [window.penstock.current(), ...rest];
+  },
+  drawn() {
+    const { waiting } = chat;
+    Object.assign(chat, { waiting: null, drawingUntil: 0 });
+    sendWaiting(waiting);
   },
 };

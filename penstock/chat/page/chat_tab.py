@@ -76,11 +76,13 @@ class ChatTab:
         )  # fmt: skip
         self.stop.click(self._stop, queue=False, show_progress="hidden", api_visibility="private")
         for event, cancels in ((self.show.click, [answering]), (blocks.load, None)):
-            event(
+            showing = event(
                 self._show, [self.given, *self._panel.components], [self.bot, *self._panel.components],
                 js="(...given) => window.penstockChat.shown(...given)",
                 show_progress="hidden", queue=False, cancels=cancels, api_visibility="private",
             )  # fmt: skip
+            for over in (showing.then, showing.failure):
+                over(None, None, None, js="() => window.penstockChat.drawn()", api_visibility="private")
         self.bot.example_select(_example, None, self.message, queue=False, api_visibility="private")
 
     async def _obey(

@@ -13,7 +13,7 @@ from penstock.errors import Problem
 from penstock.hardware.network import free_port
 from penstock.node.group import addresses
 from penstock.node.group.addresses import Formation, GroupNode, Introduction
-from penstock.node.group.rendezvous import BoardClient, wait_for
+from penstock.node.group.rendezvous import PREPARING, BoardClient, wait_for
 from penstock.planner import Plan
 from penstock.wire.announcement import MachineReading, NodeView, PostView
 
@@ -35,14 +35,15 @@ class GroupLeader:
     def form(self, own: Introduction, patience_s: float | None, on_wait: OnWait) -> Formation | Diagnosis | None:
         """Gather all nodes and decide; a Diagnosis if the group cannot form, None if the node is stopped.
 
-        `patience_s`: how long to wait for the others; None: no limit.
+        `patience_s`: how long to wait for the others, but for those that fetch the model; None: no limit.
         """
         self._formation, self._gone = None, {}
         self._epoch = secrets.token_hex(4)
         # Every node answers this epoch with new facts.
         self._post("gather")
-        if not wait_for(lambda: self._all_in("here", on_wait), self._is_stopped, patience_s):
-            return self._absent(patience_s)
+        while not wait_for(lambda: self._all_in("here", on_wait), self._is_stopped, patience_s):
+            if self._is_stopped() or not self._is_one_preparing():
+                return self._absent(patience_s)
         posts = self._board.posts()
         died = self._died_early(posts)
         if died is not None:
@@ -122,14 +123,26 @@ class GroupLeader:
             or posts[rank].post.content.get("phase") not in (phase, "died")
         ]
         if missing and on_wait is not None:
-            names = ", ".join(self._name(rank) for rank in missing)
-            views = (self._waiting_view(rank, rank in missing) for rank in range(self._plan.n_nodes))
-            on_wait(f"waiting for {names}", tuple(views))
+            notes = {rank: row.post.content.get("note") for rank, row in posts.items() if rank in missing}
+            names = [self._name(rank) + (f": {notes[rank]}" if notes.get(rank) else "") for rank in missing]
+            views = (self._waiting_view(rank, rank in missing, notes) for rank in range(self._plan.n_nodes))
+            on_wait(f"waiting for {', '.join(names)}", tuple(views))
         return not missing
 
-    def _waiting_view(self, rank: int, is_missing: bool) -> NodeView:
+    def preparing(self) -> tuple[NodeView, ...]:
+        """The nodes while rank 0 itself is not here yet: what the others have said so far."""
+        posts = self._board.posts()
+        notes = {rank: row.post.content.get("note") for rank, row in posts.items()}
+        return tuple(self._waiting_view(rank, rank not in posts, notes) for rank in range(self._plan.n_nodes))
+
+    def _waiting_view(self, rank: int, is_missing: bool, notes: Mapping[int, str | None]) -> NodeView:
         host = self._hosts[rank] if rank < len(self._hosts) else f"rank {rank}"
-        return NodeView(rank, host, "waiting" if is_missing else "here", ranks=addresses.ranks_of(self._plan, rank))
+        state, ranks = "waiting" if is_missing else "here", addresses.ranks_of(self._plan, rank)
+        return NodeView(rank, host, state, ranks=ranks, reason=notes.get(rank))
+
+    def _is_one_preparing(self) -> bool:
+        posts = self._board.posts().values()
+        return any(row.post.epoch == self._epoch and row.post.content.get("phase") == PREPARING for row in posts)
 
     def _name(self, rank: int) -> str:
         return f"{self._hosts[rank]} (node {rank})" if rank < len(self._hosts) else f"node {rank}"

@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 
 from penstock.engines import Diagnosis, Engine
 from penstock.errors import PenstockError
+from penstock.models.fetch_files import Progress
 from penstock.node.group.addresses import Formation, Introduction
-from penstock.node.group.rendezvous import BoardClient
+from penstock.node.group.rendezvous import PREPARING, BoardClient
 from penstock.node.local_processes import NodeProcesses
 from penstock.node.ready_file import ReadyFile
+from penstock.node.staging import Show
 from penstock.planner import Plan
 
 _TICK_S = 0.1
@@ -36,7 +39,7 @@ class GroupMember:
         plan: Plan,
         board: BoardClient,
         engine: Engine,
-        introduce: Callable[[], Introduction],
+        introduce: Callable[[Show], Introduction],
         start: Callable[[Formation], NodeProcesses],
         ready_file: ReadyFile,
     ) -> None:
@@ -47,6 +50,7 @@ class GroupMember:
         self._ended: set[str] = set()
         self._stop_by: float | None = None
         self._last: tuple[str, Mapping[str, Any]] = ("", {})
+        self._note = ""
 
     def stop(self) -> None:
         self.stops += 1
@@ -60,7 +64,9 @@ class GroupMember:
 
     def run(self) -> int:
         """Blocks until it ends; always 0."""
-        self._board.post("", phase="here")
+        self._board.post("", phase="here", note="")
+        # At once, at the same time as rank 0: the nodes pass the model's files on to each other.
+        self._prepare()
         while not self._must_leave():
             epoch, content = self._leader()
             if content.get("phase") == "gather" and epoch not in self._ended:
@@ -68,14 +74,14 @@ class GroupMember:
                 self._ended.add(epoch)
             elif content.get("phase") in _LEADER_ENDS or (self.stops and content.get("phase") != "go"):
                 break
+            elif not content:  # rank 0 has not begun
+                self._board.post("", phase="here", note=self._note)
             self._pause()
         return 0
 
     def _run_epoch(self, epoch: str) -> None:
-        try:
-            introduction = self._introduce()
-        except PenstockError as exc:
-            self._post_death(epoch, Diagnosis(exc.message, exc.hint, is_final=not exc.is_retryable))
+        introduction = self._introduction(epoch)
+        if introduction is None:
             return
         self._board.post(epoch, phase="here", introduction=introduction)
         content = self._wait_go(epoch)
@@ -92,6 +98,37 @@ class GroupMember:
         finally:
             self._ready_file.set(is_ready=False)
             local.end(0.0)
+
+    def _prepare(self) -> Future[Introduction]:
+        """This node's introduction, made in a thread that no exit waits for."""
+        made: Future[Introduction] = Future()
+
+        def make() -> None:
+            try:
+                made.set_result(self._introduce(self._show))
+            except BaseException as exc:  # noqa: BLE001 - raised again by who asks for the result
+                made.set_exception(exc)
+
+        threading.Thread(target=make, daemon=True).start()
+        return made
+
+    def _show(self, progress: Progress) -> None:
+        self._note = progress.line
+
+    def _introduction(self, epoch: str) -> Introduction | None:
+        """Waits until this node has what its ranks need, while rank 0 sees how far it is; None when it does not get it,
+        or the epoch is over."""
+        made = self._prepare()
+        while not made.done():
+            if self._must_leave() or self._leader()[0] != epoch:
+                return None
+            self._board.post(epoch, phase=PREPARING, note=self._note)
+            self._pause()
+        try:
+            return made.result()
+        except PenstockError as exc:
+            self._post_death(epoch, Diagnosis(exc.message, exc.hint, is_final=not exc.is_retryable))
+            return None
 
     def _while_running(self, epoch: str, local: NodeProcesses) -> None:
         next_look = 0.0

@@ -2,8 +2,8 @@
 
 Rank 0 leads. Every start of the engine is an epoch:
 
-    rank 0: gather  -> (all are here) go, with the formation -> ... -> over
-    others: here    ->                running                -> died or over
+    rank 0: gather             -> (all are here) go, with the formation -> ... -> over
+    others: preparing -> here  ->                running                -> died or over
 
 A node that vanishes stops posting; a restarted one is another instance. Both end the epoch for all.
 """
@@ -26,7 +26,10 @@ from penstock.wire.announcement import BoardView, MachineReading, Post, PostView
 _POST_EVERY_S = 0.5
 _FORMING_POST_EVERY_S = 0.1  # nodes that form wait for each other's posts
 _GONE_AFTER_S = 6.0
+PREPARING = "preparing"  # fetches the model; its post has a note that says how far it is
 _FORMING = ("gather", "here")
+# A copy of weights that is whole is news no more.
+_RESTING, _RESTING_POST_EVERY_S = "whole", 2.0
 
 
 class BoardClient(threading.Thread):
@@ -58,7 +61,10 @@ class BoardClient(threading.Thread):
 
     def post(self, epoch: str, **content: Any) -> None:
         """Replace this node's post, which is sent at once and then renewed. Does not block."""
-        self._pause_s = _FORMING_POST_EVERY_S if content.get("phase") in _FORMING else _POST_EVERY_S
+        phase = content.get("phase")
+        self._pause_s = _FORMING_POST_EVERY_S if phase in _FORMING else _POST_EVERY_S
+        if phase == _RESTING:
+            self._pause_s = _RESTING_POST_EVERY_S
         mine = Post(self._replica, self.rank, self.instance, epoch, msgspec.to_builtins(content))
         with self._changed:
             if mine != self._mine:
