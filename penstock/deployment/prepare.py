@@ -15,7 +15,7 @@ from penstock import engines, paths, targets
 from penstock.deployment import gpu_price, planning, preflight, ui
 from penstock.deployment.doctor.model import check_model
 from penstock.deployment.preflight import Finding
-from penstock.errors import PenstockError, SpecError, UserError, together
+from penstock.errors import PenstockError, PlanError, SpecError, UserError, together
 from penstock.hardware import Machine, network
 from penstock.models import facts, fetch, files, sources
 from penstock.node.checks.machine import find_weights
@@ -89,8 +89,7 @@ def prepare(
         bad = [finding for finding in check_model(deployment).findings if finding.state == "bad"]
         errors += [UserError(finding.found, hint=finding.cure) for finding in bad]
         raise together(f'deployment "{deployment.name}"', errors)
-    n_replicas = sharing(target, deployment, len(machines), deployment.replicas.min)
-    plan = make_plan(deployment, machine, n_replicas, is_rehearsal, fetching)
+    plan = _plan_of_most(target, deployment, machine, len(machines), is_rehearsal, fetching)
     inherited = dict(os.environ) if target.is_this_machine else {}
     warnings = [
         *plan.warnings,
@@ -163,6 +162,33 @@ def sharing(target: Target, deployment: Deployment, n_machines: int, n_replicas:
     if target.is_elastic:
         return min(1, n_replicas)
     return -(-n_replicas * deployment.hardware.nodes // n_machines)
+
+
+def _plan_of_most(
+    target: Target,
+    deployment: Deployment,
+    machine: Machine,
+    n_machines: int,
+    is_rehearsal: bool,
+    fetching: Fetching,
+) -> Plan:
+    """The plan with which as many replicas fit as there may be, at least those that `up` starts; a warning says where
+    fewer than `replicas.max` do.  Raises UserError or PlanError."""
+    first, most = deployment.replicas.first, deployment.replicas.max
+    has_room = n_machines * (len(machine.gpus) or machine.n_cpus) // deployment.hardware.nodes
+    for n_replicas in range(first if target.is_elastic else max(first, min(most, has_room)), first - 1, -1):
+        try:
+            n_here = sharing(target, deployment, n_machines, n_replicas)
+            plan = make_plan(deployment, machine, n_here, is_rehearsal, fetching)
+        except PlanError:
+            if n_replicas == first:
+                raise
+            continue
+        if target.is_elastic or n_replicas == most:
+            return plan
+        warning = f"replicas.max is {most}, and {n_replicas} fit here"
+        return msgspec.structs.replace(plan, warnings=(*plan.warnings, warning))
+    raise AssertionError("the first is tried always")
 
 
 def make_plan(
@@ -283,7 +309,7 @@ def plan_now(deployment: Deployment) -> Plan:
     target, existing = targets.load(deployment.target), not_ended(deployment.name)
     machines = _machines(target, deployment, existing)
     machine = preflight.as_named(deployment, preflight.least(machines), is_rehearsal=False)
-    return make_plan(deployment, machine, sharing(target, deployment, len(machines), deployment.replicas.min))
+    return _plan_of_most(target, deployment, machine, len(machines))
 
 
 def holds_port(deployment: Deployment) -> bool:
