@@ -169,8 +169,8 @@ def _plan_of_most(
     deployment: Deployment,
     machine: Machine,
     n_machines: int,
-    is_rehearsal: bool,
-    fetching: Fetching,
+    is_rehearsal: bool = False,
+    fetching: Fetching = UNSEEN,
 ) -> Plan:
     """The plan with which as many replicas fit as there may be, at least those that `up` starts; a warning says where
     fewer than `replicas.max` do.  Raises UserError or PlanError."""
