@@ -269,6 +269,11 @@ class FilesFetch:
             if present is None or _size(present) != file.size:
                 continue
             try:
+                hub.check_inside(present, self._layout.folder)
+            except ValueError:  # a link out of the cache is no file of it, and where it leads is left alone
+                present.unlink()
+                continue
+            try:
                 with self._noted(name, "reading what is here"):
                     digest = self._check_present(name, file, present)
             except PenstockError:
