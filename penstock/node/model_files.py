@@ -28,12 +28,12 @@ def on_this_node(plan: Plan, stage: Stage, show: Show = lambda _: None) -> Plan:
         path = str(demo.gguf_file() if model.form == "gguf" else BUNDLED)
     elif "://" in model.path:  # the engine reads a URL itself
         return plan
+    elif Path(model.path).exists() and not fetch.is_broken_off(Path(model.path)):
+        path = _copy_here(model.path, stage, show) if stage.is_for(model.path) else model.path
     elif place := hub.in_cache(model.path):
         path = _hub_model_here(model, place, stage, show)
-    elif stage.is_for(model.path):
+    elif stage.is_for(model.path):  # another node may have it
         path = _copy_here(model.path, stage, show)
-    elif Path(model.path).exists():
-        return plan
     else:
         raise UserError(
             f'cannot find model "{model.reference}": there is no "{model.path}" on {socket.gethostname()}',
@@ -45,9 +45,7 @@ def on_this_node(plan: Plan, stage: Stage, show: Show = lambda _: None) -> Plan:
 
 
 def _hub_model_here(model: ModelFacts, place: hub.InCache, stage: Stage, show: Show) -> str:
-    """The path of a hub model that may have another one elsewhere."""
-    if Path(model.path).exists() and not stage.is_for(model.path):
-        return model.path
+    """The path of a hub model that has another one elsewhere."""
     source = Source("hub", model.reference, place.revision, place.inside or None)
     here = fetch.found(source)
     folder = stage.bring(source, str(here or hub.cache()), show)
