@@ -36,7 +36,7 @@ class HubServer(ThreadingHTTPServer):
     """One repository, `files` by name. `asked`: methods and paths; `ranges`: names and first bytes of ranges.
 
     `cut`: a file of which only the first so many bytes come. `is_open`: until it is set, whole files of weights wait.
-    `token`: without it nothing is told.
+    `token`: without it nothing is told. `status`: answers everything with it.
     """
 
     daemon_threads = True
@@ -48,6 +48,7 @@ class HubServer(ThreadingHTTPServer):
         self.ranges: list[tuple[str, int]] = []
         self.cut: dict[str, int] = {}
         self.token: str | None = None
+        self.status: int | None = None
         self.is_open = threading.Event()
         self.is_open.set()
 
@@ -75,6 +76,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _reply(self) -> None:
         hub, path = self.server, self.path.partition("?")[0].lstrip("/")
         hub.asked.append(f"{self.command} {path}")
+        if hub.status is not None:
+            return self._send(hub.status, b"", {})
         api = f"api/models/{hub.name}"
         if hub.token is not None and self.headers.get("Authorization") != f"Bearer {hub.token}":
             return self._send(401, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "ask first"})

@@ -236,7 +236,8 @@ def test_it_sleeps_and_wakes_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> No
         assert post_to("/collective_rpc", '{"method": "reload_weights"}')[0] == 200
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(Client(engine.url).chat, HI, max_tokens=3)
-            assert eventually(engine, lambda: engine.metrics.n_waiting == 1)
+            assert eventually(engine, lambda: [row.path for row in engine.seen].count("/v1/chat/completions") == 2)
+            assert engine.metrics.n_waiting == 0
             assert post_to("/wake_up?tags=kv_cache")[1]["status"] == "awake"
             assert waiting.result(5).text == expected_text("tell me a story", 3)
     with in_thread(INSTANT) as without:

@@ -200,9 +200,9 @@ class Engine:
     async def _run_in_slot(self, generation: Generation) -> None:
         now = asyncio.get_running_loop().time
         ask, arrived_at = generation.ask, now()
+        await self.sleep.awake.wait()  # not counted: vLLM's metrics stand still in its sleep
         self.metrics.n_waiting += 1
         try:
-            await self.sleep.awake.wait()
             await self._slots.acquire()
         finally:
             self.metrics.n_waiting -= 1
