@@ -42,8 +42,8 @@ class HubServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, name: str, files: dict[str, bytes], address: str = "127.0.0.1") -> None:
-        super().__init__((address, 0), _Handler)
+    def __init__(self, name: str, files: dict[str, bytes], address: str = "127.0.0.1", port: int = 0) -> None:
+        super().__init__((address, port), _Handler)
         self.name, self.files, self.address = name, files, address
         self.asked: list[str] = []
         self.ranges: list[tuple[str, int]] = []

@@ -18,11 +18,14 @@ import msgspec
 from penstock import paths
 from penstock.errors import PenstockError, UserError
 from penstock.models import fetch_lock, files, hub, manifest, sources
-from penstock.models.fetch_files import FilesFetch, Layout, Peers, Progress
+from penstock.models.fetch_files import NOTES, FilesFetch, Layout, Peers, Progress
 from penstock.models.sources import PLAIN, Listing, Source, Wanted
 from penstock.spec.deployment import Deployment
 
-__all__ = ["FetchPlan", "Layout", "Progress", "fetch", "folder_of", "found", "kept", "locate", "path_in", "prepare"]
+__all__ = [
+    "FetchPlan", "Layout", "Progress", "fetch", "folder_of", "found", "is_broken_off", "kept", "locate", "path_in",
+    "prepare",
+]  # fmt: skip
 
 Show = Callable[[Progress], None]
 _GB = 10**9
@@ -166,6 +169,11 @@ def found(source: Source, cache: Path | None = None) -> Path | None:
         versions = [path for path in folder.glob("*/") if (path / manifest.NAME).is_file()]
         folder = max(versions, key=lambda path: (path / manifest.NAME).stat().st_mtime, default=folder)
     return folder if folder.is_dir() else None
+
+
+def is_broken_off(folder: Path) -> bool:
+    """Whether a fetch into that folder has begun and not ended."""
+    return (folder / NOTES).exists()
 
 
 def _layout(listing: Listing, to: Path | None, cache: Path | None) -> Layout:

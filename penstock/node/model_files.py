@@ -28,12 +28,12 @@ def on_this_node(plan: Plan, stage: Stage, show: Show = lambda _: None) -> Plan:
         path = str(demo.gguf_file() if model.form == "gguf" else BUNDLED)
     elif "://" in model.path:  # the engine reads a URL itself
         return plan
+    elif Path(model.path).exists() and not fetch.is_broken_off(Path(model.path)):
+        path = _copy_here(model.path, stage, show) if stage.is_for(model.path) else model.path
     elif sources.is_remote(model.reference):
         path = _fetched(model, stage, show)
-    elif stage.is_for(model.path):
+    elif stage.is_for(model.path):  # another node may have it
         path = _copy_here(model.path, stage, show)
-    elif Path(model.path).exists():
-        return plan
     else:
         raise UserError(
             f'cannot find model "{model.reference}": there is no "{model.path}" on {socket.gethostname()}',
@@ -46,8 +46,6 @@ def on_this_node(plan: Plan, stage: Stage, show: Show = lambda _: None) -> Plan:
 
 def _fetched(model: ModelFacts, stage: Stage, show: Show) -> str:
     """The path of a model that is fetched, and may have another one elsewhere."""
-    if Path(model.path).exists() and not stage.is_for(model.path):
-        return model.path
     commit: str | None = None
     source, place = sources.parse(model.reference), hub.in_cache(model.path)
     if source.kind == "hub" and place is not None:
