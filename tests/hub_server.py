@@ -36,18 +36,24 @@ class HubServer(ThreadingHTTPServer):
     """One repository, `files` by name. `asked`: methods and paths; `ranges`: names and first bytes of ranges.
 
     `cut`: a file of which only the first so many bytes come. `is_open`: until it is set, whole files of weights wait.
-    `token`: without it nothing is told.
+    `token`: without it nothing is told. `status`: answers everything with it. `n_busy`: so many requests for files get
+    429. `elsewhere`: another hub, to which whole files of weights are redirected. `commit`: of each file's answer.
     """
 
     daemon_threads = True
 
-    def __init__(self, name: str, files: dict[str, bytes], address: str = "127.0.0.1") -> None:
-        super().__init__((address, 0), _Handler)
+    def __init__(self, name: str, files: dict[str, bytes], address: str = "127.0.0.1", port: int = 0) -> None:
+        super().__init__((address, port), _Handler)
         self.name, self.files, self.address = name, files, address
         self.asked: list[str] = []
         self.ranges: list[tuple[str, int]] = []
         self.cut: dict[str, int] = {}
         self.token: str | None = None
+        self.status: int | None = None
+        self.n_busy = 0
+        self.elsewhere: str | None = None
+        self.commit = COMMIT
+        self.tokens: list[str | None] = []
         self.is_open = threading.Event()
         self.is_open.set()
 
@@ -75,6 +81,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _reply(self) -> None:
         hub, path = self.server, self.path.partition("?")[0].lstrip("/")
         hub.asked.append(f"{self.command} {path}")
+        hub.tokens.append(self.headers.get("Authorization"))
+        if hub.status is not None:
+            return self._send(hub.status, b"", {})
+        if hub.n_busy and "/resolve/" in path:
+            hub.n_busy -= 1
+            return self._send(429, b"slow down", {"RateLimit": '"resolvers";r=0;t=7'})
+        if hub.elsewhere is not None and path.endswith(".safetensors"):
+            return self._send(302, b"", {"Location": f"{hub.elsewhere}{self.path}", "X-Repo-Commit": hub.commit})
         api = f"api/models/{hub.name}"
         if hub.token is not None and self.headers.get("Authorization") != f"Bearer {hub.token}":
             return self._send(401, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "ask first"})
@@ -95,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
             if name != path and name in hub.files:
                 body = hub.files[name]
                 etag = lfs(name, body)["lfs"]["sha256"] if lfs(name, body) else git_sha1(body)
-                headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}
+                headers = {"ETag": f'"{etag}"', "X-Repo-Commit": hub.commit}
                 wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
                 if wanted:  # the header of a file of weights, for a plan, or the rest of a file
                     hub.ranges.append((name, int(wanted[1])))

@@ -23,6 +23,7 @@ from penstock.models.facts import read_files
 from penstock.planner import Plan, launch
 from penstock.run_folder import Launch
 from penstock.spec import reading
+from penstock.spec.deployment import Cache
 from penstock.text import GIB
 from penstock.wire.announcement import Announcement, GatewayView, ReplicaView
 from penstock.wire.client import Client
@@ -50,7 +51,9 @@ def plan_for(engine: str, executor: str, parallel: dict[str, int], **engine_fiel
 class Rig:
     """A gateway with its admin address on `address`, and nodes of replica 0."""
 
-    def __init__(self, folder: Path, plan: Plan, address: str = "127.0.0.1", **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, plan: Plan, address: str = "127.0.0.1", stage: str = "none", **settings: Any
+    ) -> None:
         self.folder, self.run, self.plan = folder, folder / "run", plan
         (self.run / "artifact").mkdir(parents=True)
         token = folder / "token"
@@ -68,7 +71,10 @@ class Rig:
         # The first address does not answer: a node takes the next one.
         urls = ("http://127.0.0.1:9", f"http://{address}:{admin}")
         listen: Any = "loopback" if address == "127.0.0.1" else "network"
-        made = Launch(plan.deployment, plan, urls, str(token), listen=listen)
+        is_spread = listen == "network"
+        made = Launch(
+            plan.deployment, plan, urls, str(token), listen=listen, cache=Cache(stage=stage), is_spread=is_spread
+        )
         (self.run / "artifact" / "launch.json").write_bytes(msgspec.json.encode(made))
         self.admin = Client(f"http://{address}:{admin}", api_key=TOKEN, timeout_s=5.0)
         self.client = Client(f"http://127.0.0.1:{public}", timeout_s=60.0)

@@ -77,36 +77,32 @@ NO_MESSAGES = ("penstock/testing/", "penstock/bench/datasets/tokenizers.py")
 # Plain words that module names may use beyond the glossary.
 PLAIN = """
 access addresses admin agent amx announcer answering api archive arguments arrivals autoscale
-blocks board boards body bootstrap bundle
-calibrate calibration capacity catalog changes checks child choice collectives compare compiled completion config
-conformance connections conversation cost cpu
+baselines blocks board boards body bootstrap bundle
+calibrate calibration capacity catalog changes checks child choice collectives compare comparison compiled completion
+config conformance connections conversation cost cpu
 dashboard decide decisions dense detached detect doctor driver
-elsewhere ending entry errors estimate event examine exchanges explain export expressions
+elsewhere ending entry errors estimate event examine exchange exchanges explain export expressions
 facts failures fake fetch fields figures fit flags folder footers forwarding
-google grafana guard
+genai google grafana guard
 health history host html http http1 hub hybrid
 init inputs install instances
 kept kernel key
 leader leftovers levers library lifecycle limits lines link listener live liveness local lock locks login loop
-main manifest manifests markup measured member merge metric middleware monitoring
-modelscope network nvml
-object objects observe offline operations openssh options origins overhead
-pacing packages panel panels parent parse paths peers placed placement placing plain planning pod pods policies prepare
-price progress prometheus promql proxied published public
+main manifest manifests markup measured member merge metric middleware modelscope monitoring
+network nvml
+object objects observe offline openssh operations options origins overhead
+pacing packages panel panels parent parse paths peers pictures placed placement placing plain planning pod pods
+policies prepare price progress prometheus promql proxied public published
 queries queue quota
-ranges rate reachability reachable reading ready reasons reduce refusals remote rendezvous replies report responses
-retries rights rope routes rules
-samples scale scaler scaling scheduling
-schema screen script server service services sessions settings setup shared site sleep
-sleeping snapshot snippet solve source sse startup
-staging static statistics stats status stop store strategic structs supervisor svg sweep sync synthetic
-tab terminal theme timestamps top topology totals traffic tunnel tunnels
+ranges rate reachability reachable reading ready reasons reduce refusals remote rendezvous replay replies report
+responses retries rights rope routes rules
+samples scale scaler scaling scheduling schema scores screen script server service services sessions settings setup
+shared simulate simulator site sleep sleeping slow snapshot snippet solve source span sse staging startup static
+statistics stats status stop store strategic structs supervisor svg sweep sync synthetic
+tab terminal theme timestamps top topology totals trace traces traffic tunnel tunnels
 ui unit upstream upstreams
 validity versions view vision volume
-waiting
-changes event terminal top words
-exchange export genai slow span trace writer
-words
+waiting words writer
 """
 
 

@@ -15,7 +15,7 @@ from penstock.planner import Plan
 from penstock.run_folder import Launch
 from penstock.spec.deployment import Cache, Deployment
 from penstock.targets import load
-from penstock.targets.kubernetes import ending, objects, placing, pod_logs, replicas, target, weights
+from penstock.targets.kubernetes import ending, manifests, objects, placing, pod_logs, replicas, target, weights
 from penstock.targets.kubernetes.objects import Object
 from penstock.targets.kubernetes.weights import Source
 
@@ -206,14 +206,39 @@ def test_a_claim_for_one_node_and_a_pods_own_disk_are_filled_where_they_are_used
     (claim,) = weights.objects_of(once, plan())
     assert claim["spec"]["resources"]["requests"]["storage"] == "300Gi"
     assert weights.objects_of(file("pod"), plan()) == []
-    for wanted in (once, file("pod", kubernetes={"hub_token_secret": "hub"})):
-        pod = template(wanted)["spec"]
-        fetches = of(pod["initContainers"], "weights")
-        assert fetches["command"][-1] == "safetensors" and of(fetches["env"], "HF_TOKEN")
-        assert of(fetches["volumeMounts"], "weights") == {"name": "weights", "mountPath": "/models"}
-        assert of(pod["containers"][0]["volumeMounts"], "weights")["readOnly"]
-    (node,) = template(file("pod"))["spec"]["containers"]
+    pod = template(once)["spec"]
+    fetches = of(pod["initContainers"], "weights")
+    assert fetches["command"][-1] == "safetensors" and of(fetches["env"], "HF_TOKEN")
+    assert of(fetches["volumeMounts"], "weights") == {"name": "weights", "mountPath": "/models"}
+    assert of(pod["containers"][0]["volumeMounts"], "weights")["readOnly"]
+
+
+def test_a_pods_own_disk_is_filled_by_its_node_which_asks_the_others_first() -> None:
+    pod = template(file("pod", kubernetes={"hub_token_secret": "hub"}))["spec"]
+    assert [container["name"] for container in pod["initContainers"]] == ["prepare"]
+    (node,) = pod["containers"]
+    assert of(node["volumeMounts"], "weights") == {"name": "weights", "mountPath": "/models"}
+    assert of(node["env"], "HF_HUB_CACHE")["value"] == "/models" and of(node["env"], "HF_TOKEN")
+    assert "HF_HUB_OFFLINE" not in {row["name"] for row in node["env"]}
     assert node["resources"]["requests"]["ephemeral-storage"] == "167Gi", "the weights, and 10 GiB for the rest"
+
+
+def test_a_staged_claim_is_copied_to_the_pods_own_disk() -> None:
+    def staged(where: str | None, stage: str = "auto") -> Deployment:
+        return deployment(MODEL, name="llama", target="kubernetes", cache={"weights": where, "stage": stage})
+
+    for where in (None, "pvc:models/llama", "gs://bucket/llama"):
+        pod = template(staged(where))["spec"]
+        (node,) = pod["containers"]
+        assert of(pod["volumes"], "stage")["emptyDir"]["sizeLimit"] == "157Gi"
+        assert of(node["volumeMounts"], "stage") == {"name": "stage", "mountPath": "/stage"}
+        assert node["resources"]["requests"]["ephemeral-storage"] == "167Gi"
+        assert manifests.in_pods(Launch("llama", plan(), (), ""), staged(where)).cache.stage == "/stage"
+    for where in ("pod", "s3://bucket/llama", "/mnt/llama", "image:llama"):
+        assert "stage" not in {volume["name"] for volume in template(staged(where))["spec"]["volumes"]}
+        assert manifests.in_pods(Launch("llama", plan(), (), ""), staged(where)).cache.stage == "none"
+    (problem,) = weights.problems(staged(None, "/fast"))
+    assert (problem.path, problem.message) == ("cache.stage", 'no pod has the folder "/fast"')
 
 
 def test_volumes_that_hold_the_model_already() -> None:

@@ -138,11 +138,11 @@ def place(tmp_path: Path, kubernetes: Namespace, hub: HubServer, monkeypatch: py
     targets.load.cache_clear()
 
 
-def file_for(place: Place, hub: HubServer) -> Path:
+def file_for(place: Place, hub: HubServer, **more: Any) -> Path:
     block = {"image": "any", "cpus_per_node": 1, "memory": "1Gi", "storage_class": "standard"}
     engine = {"env": {"HF_ENDPOINT": hub.url, "NO_PROXY": "*"}}
     gateway = {"auth": "keys", "port": 8000}
-    return place.write("one", model=NAME, target="kubernetes", kubernetes=block, engine=engine, gateway=gateway)
+    return place.write("one", model=NAME, target="kubernetes", kubernetes=block, engine=engine, gateway=gateway, **more)
 
 
 def reason_of(run: Run) -> str:
@@ -193,3 +193,21 @@ def test_up_of_a_hub_model_reports_the_fetch_and_a_second_up_downloads_nothing(
     ]
     assert call("down", "one", "--now", "--weights").code == 0
     kubernetes.wait(lambda: not kubernetes.objects("persistentvolumeclaims"), "the claim is gone")
+
+
+def test_pods_with_own_disks_pass_the_files_on(kubernetes: Namespace, hub: HubServer, place: Place) -> None:
+    wanted = file_for(place, hub, cache={"weights": "pod"}, replicas=3)
+    assert call("up", wanted, "--json").code == 0
+    rows = now(place.run("one")).replicas
+    assert [row.state for row in rows] == ["ready"] * 3
+    headers = [name for name, _ in hub.ranges]  # for the plan
+    shards = [name for name in hub.downloads if name.endswith(".safetensors")]
+    assert len(shards) - len(headers) == len(set(shards)) > 0, "the hub sent each once"
+    assert call("down", "one", "--now").code == 0
+
+
+def test_pods_copy_a_claim_to_their_own_disk(kubernetes: Namespace, hub: HubServer, place: Place) -> None:
+    assert call("up", file_for(place, hub, cache={"stage": "auto"}), "--json").code == 0
+    log = kubernetes.pod("one-r0-0").run(["sh", "-c", "find /stage -name MANIFEST.json; ls /stage/*/*"]).stdout
+    assert "MANIFEST.json" in log and "config.json" in log
+    assert call("down", "one", "--now", "--weights").code == 0

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
+
 import msgspec
 import pytest
-from launching import Asking, Place, ask, call, kill, now, pid_of, pids, wait_until
+from launching import (
+    DEADLINE_S,
+    PROMPT,
+    Asking,
+    Place,
+    ask,
+    call,
+    kill,
+    now,
+    pid_of,
+    pids,
+    port_is_free,
+    wait_until,
+)
 
 from penstock.deployment.autoscale import Sample
 from penstock.log_lines import kept_lines
 from penstock.run_folder import Run
 from penstock.wire.client import Client
+from penstock.wire.waiting import PROGRESS_HEADER, read_comment
 
 pytestmark = pytest.mark.processes
 
@@ -85,7 +102,24 @@ def test_the_last_ends_when_nobody_asks_and_a_request_wakes_one(place: Place) ->
     assert any("held" in reason for reason in reasons), reasons
 
 
-def test_a_controller_killed_while_one_wakes_starts_none_twice(place: Place) -> None:
+def comments(url: str) -> list[str]:
+    """What a client of a stream hears before the first event, when it asked for its progress."""
+    body = {"model": "one", "stream": True, "max_tokens": 2, "messages": [{"role": "user", "content": PROMPT}]}
+    headers = {"content-type": "application/json", PROGRESS_HEADER: "1"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+        return [line.decode().strip() for line in answer if line.startswith(b":")]
+
+
+def test_who_is_held_hears_the_seconds_that_are_left(place: Place) -> None:
+    run = wait_asleep(place)
+    told = [waiting for text in comments(run.url) if (waiting := read_comment(text[1:])) is not None]
+    place.note(run)
+    assert {waiting.stage for waiting in told} >= {"prompt"}
+    assert any(waiting.eta_s is not None for waiting in told), told
+
+
+def test_a_controller_killed_at_zero_and_while_one_wakes_starts_none_twice(place: Place) -> None:
     run = wait_asleep(place)
     kill(pid_of(run, "controller"))
     held = Asking(run.url, 8)
@@ -95,4 +129,45 @@ def test_a_controller_killed_while_one_wakes_starts_none_twice(place: Place) -> 
     held.check_is_whole()
     place.note(run)
     assert pid_of(run, "node") == node, "the one that was starting"
-    assert call("down").code == 0
+
+
+def test_a_gateway_killed_at_zero_and_while_one_wakes_loses_no_replica(place: Place) -> None:
+    run = wait_asleep(place)
+
+    def end_gateway() -> None:
+        before = pid_of(run, "gateway")
+        kill(before)
+        wait_until(lambda: bool({*pids(run, "gateway")} - {before}), "another gateway")
+        wait_until(lambda: not port_is_free(run.url), "it listens")
+
+    end_gateway()
+    held = Asking(run.url, 8)
+    wait_until(lambda: bool(pids(run, "node")), "the request wakes one")
+    node = pid_of(run, "node")
+    end_gateway()
+    held.end()
+    ask(run)
+    place.note(run)
+    assert pid_of(run, "node") == node
+
+
+def test_a_controller_killed_while_one_more_loads_and_while_one_drains_loses_nothing(place: Place) -> None:
+    run = place.up(place.write("one", args=SLOW, replicas={"min": 1, "max": 2}, gateway={"max_in_flight": 1}))
+    streams = [Asking(run.url, 60) for _ in range(3)]
+    wait_until(lambda: len(pids(run, "node")) == 2, "another replica starts")
+    nodes = pids(run, "node")
+    kill(pid_of(run, "controller"))
+    for stream in streams:
+        stream.check_is_whole()
+    wait_until(lambda: [row.state for row in now(run).replicas] == ["ready", "ready"], "both serve", 20)
+    assert pids(run, "node") == nodes
+    place.note(run)
+    streams = [Asking(run.url, 60) for _ in range(2)]
+    wait_until(lambda: all(row.in_flight for row in now(run).replicas), "both are busy")
+    assert call("scale", "1", "--no-wait").code == 0
+    wait_until(lambda: any(row.is_draining for row in now(run).replicas), "one drains")
+    kill(pid_of(run, "controller"))
+    for stream in streams:
+        stream.check_is_whole()
+    wait_until(lambda: len(pids(run, "node")) == 1, "the one that drained ends", 20)
+    ask(run)

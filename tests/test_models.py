@@ -1,9 +1,9 @@
-"""Where a model's files are and what they say. GGUF headers are written here byte by byte; no hub is asked."""
+"""Where a model's files are and what they say. GGUF headers are written here byte by byte; hubs are on loopback."""
 
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import struct
 import sys
 from collections.abc import Callable, Sequence
@@ -15,20 +15,21 @@ import huggingface_hub
 import huggingface_hub.errors
 import msgspec
 import pytest
+from hub_server import COMMIT, asked_hub
 from samples import DEMO, demo_plan, deployment
 
 from penstock import targets
 from penstock.deployment import prepare
 from penstock.errors import UserError
-from penstock.models import ModelFacts, demo, facts, fetch, files
+from penstock.models import ModelFacts, demo, facts, fetch, files, sources
 from penstock.models.facts import read_files
 from penstock.models.files import BUNDLED
-from penstock.models.sources import Source
+from penstock.models.hub import HubError
 from penstock.node import model_files
 from penstock.node.staging import Stage
 from penstock.planner import Plan, kv_bytes_per_token
 from penstock.run_folder import Launch
-from penstock.spec.deployment import Deployment
+from penstock.spec.deployment import Cache, Deployment
 from penstock.targets import Surveyed
 
 CONFIG: dict[str, Any] = {
@@ -202,38 +203,46 @@ def test_a_local_path_is_taken_before_the_hub_or_refused(tmp_path: Path, monkeyp
         assert error.hint == "Check the path, or give a hub id such as Qwen/Qwen3-0.6B."
 
 
-class Hub:
-    """The hub's package: what was asked of it, and its answer."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Path | Exception) -> None:
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.answer = answer
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot_download)
-        monkeypatch.setattr(huggingface_hub, "list_repo_files", self.list_repo_files)
-
-    def list_repo_files(self, model: str) -> list[str]:
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return ["m-Q8_0.gguf", "m-Q4_K_M.gguf", "config.json"]
-
-    def snapshot_download(self, model: str, **options: Any) -> str:
-        self.asked.append((model, options))
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return os.fspath(self.answer)
+def fetched(tmp_path: Path, model: str, engine: str = "auto") -> Path:
+    settings = {"engine": {"kind": engine}, "cache": {"weights": str(tmp_path / "cache")}}
+    return fetch.locate(deployment(model, **settings))
 
 
 def test_only_the_files_that_an_engine_needs_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Safetensors and texts, or one quantisation in GGUF."""
-    hub = Hub(monkeypatch, tmp_path)
-    assert files.locate(deployment("org/name", cache={"weights": "/shared"})) == tmp_path
-    ((model, options),) = hub.asked
-    assert (model, options["cache_dir"]) == ("org/name", "/shared")
-    assert "*.safetensors" in options["allow_patterns"]
-    assert not {"*.bin", "*.py", "*.gguf", "*"} & {*options["allow_patterns"]}
-    for model in ("org/name-GGUF", "org/name"):
-        files.locate(deployment(model, engine={"kind": "llamacpp"}))
-        assert hub.asked[-1][1]["allow_patterns"] == ["*.json", "*.jinja", "m-Q4_K_M.gguf"]
+    """Safetensors and texts, or one quantisation in GGUF; pickled weights only where the file allows it."""
+    weights = {name: name.encode() for name in ("m-Q8_0.gguf", "m-Q4_K_M.gguf", "m.safetensors", "m.bin")}
+    with asked_hub(monkeypatch, "org/name", {"config.json": b"{}", "x.py": b"", **weights}) as server:
+        for model, engine, expected in (
+            ("org/name", "auto", {"config.json", "m.safetensors"}),
+            ("hf://org/name@main", "auto", {"config.json", "m.safetensors"}),
+            ("org/name", "llamacpp", {"config.json", "m-Q4_K_M.gguf"}),
+            ("org/name:Q8_0", "llamacpp", {"config.json", "m-Q8_0.gguf"}),
+            ("org/name/m-Q8_0.gguf", "auto", {"config.json", "m-Q8_0.gguf"}),
+        ):
+            shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+            path = fetched(tmp_path, model, engine)
+            folder = path if path.is_dir() else path.parent
+            assert folder == tmp_path / "cache" / "models--org--name" / "snapshots" / COMMIT
+            assert {file.name for file in folder.iterdir()} == expected | {"MANIFEST.json"}
+            assert path == folder or (path.name == "m-Q8_0.gguf" and files.forms_of(path) == ("gguf",))
+        server.files = {"config.json": b"{}", "m.bin": b"x"}
+        shutil.rmtree(tmp_path / "cache")
+        assert "Its weights are pickled" in str(refused(lambda: fetched(tmp_path, "org/name")).detail)
+        settings = {"cache": {"weights": str(tmp_path / "cache"), "allow_pickle": True}}
+        assert (fetch.locate(deployment("org/name", **settings)) / "m.bin").is_file()
+
+
+def test_what_another_program_fetched_is_used_when_the_hub_is_not_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with asked_hub(monkeypatch, "org/name", {"config.json": b"{}", "m.safetensors": b"x"}) as server:
+        folder = fetched(tmp_path, "org/name")
+        (folder / "MANIFEST.json").unlink()
+        server.status = 503
+        assert fetched(tmp_path, "org/name") == folder
+        (folder / "m.safetensors").unlink()
+        with pytest.raises(HubError):
+            fetched(tmp_path, "org/name")
 
 
 class ConnectError(Exception):
@@ -260,9 +269,14 @@ ERRORS = [
 
 @pytest.mark.parametrize(("name", "message", "hint"), ERRORS)
 def test_an_error_of_the_hub_is_explained(monkeypatch: pytest.MonkeyPatch, name: str, message: str, hint: str) -> None:
-    Hub(monkeypatch, error := hub_error(name))
+    error = hub_error(name)
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
     for model in ("org/name", "org/name-gguf"):
-        caught = refused(lambda: files.locate(deployment(model)))  # noqa: B023 - called at once
+        caught = refused(lambda: fetch.locate(deployment(model)))  # noqa: B023 - called at once
         assert f'"{model}"' in caught.message and message in caught.message
         assert "the hub's own words" in str(caught.detail)
         assert caught.hint == hint and caught.__cause__ is error
@@ -270,7 +284,7 @@ def test_an_error_of_the_hub_is_explained(monkeypatch: pytest.MonkeyPatch, name:
 
 def test_without_the_hubs_package_the_line_that_installs_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    caught = refused(lambda: files.locate(deployment("org/name")))
+    caught = refused(lambda: fetch.locate(deployment("org/name")))
     assert "huggingface_hub is not installed" in caught.message and "pip install huggingface_hub" in str(caught.hint)
 
 
@@ -279,9 +293,10 @@ def planned(path: str, reference: str, form: str = "safetensors") -> Plan:
     return msgspec.structs.replace(demo_plan(), model=facts)
 
 
-def here(plan: Plan) -> Plan:
+def here(plan: Plan, cache: str | None = None, show: Callable[[fetch.Progress], None] = lambda _: None) -> Plan:
     """On a node without others."""
-    return model_files.on_this_node(plan, Stage(Launch("x", plan, (), ""), None, lambda: False))
+    launch = Launch("x", plan, (), "", cache=Cache(weights=cache))
+    return model_files.on_this_node(plan, Stage(launch, None, lambda: False), show)
 
 
 def test_a_node_has_its_own_copy_of_the_bundled_model_and_folders_where_they_were(tmp_path: Path) -> None:
@@ -297,21 +312,31 @@ def test_a_node_has_its_own_copy_of_the_bundled_model_and_folders_where_they_wer
         here(planned("/nowhere/model", "/nowhere/model"))
 
 
-def test_a_hub_model_is_taken_in_the_planned_revision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[Source] = []
+def test_a_node_fetches_a_hub_model_in_the_planned_revision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    base, seen = f"/elsewhere/hub/models--org--name/snapshots/{COMMIT}", list[fetch.Progress]()
+    with asked_hub(
+        monkeypatch, "org/name", {"config.json": b"{}", "m.safetensors": b"x", "q4/x-q4.gguf": b"y"}
+    ) as server:
+        plan = here(planned(base, "org/name@main"), show=seen.append)
+        assert plan.model.path == f"{tmp_path}/hub/models--org--name/snapshots/{COMMIT}"
+        assert seen[-1].done == "2/2 files, 3 B of 3 B" and f"GET api/models/org/name/revision/{COMMIT}" in server.asked
+        gguf = here(planned(f"{base}/q4/x-q4.gguf", "org/name:q4", "gguf"))
+        assert gguf.model.path == f"{plan.model.path}/q4/x-q4.gguf" and Path(gguf.model.path).read_bytes() == b"y"
+        own = f"{tmp_path}/own/models--org--name/snapshots/{COMMIT}"
+        (tmp_path / "own").mkdir()
+        assert here(planned(own, "org/name"), str(tmp_path / "own")).model.path == own, "a cache that every node has"
 
-    def fetch_(source: Source, **_: Any) -> Path:
-        asked.append(source)
-        return tmp_path
 
-    monkeypatch.setattr(fetch, "fetch", fetch_)
-    revision = "c1899de289a04d12100db370d81485cdf75e47ca"
-    base = f"/elsewhere/hub/models--Qwen--Qwen3-0.6B/snapshots/{revision}"
-    assert here(planned(base, "Qwen/Qwen3-0.6B")).model.path == str(tmp_path)
-    gguf = here(planned(f"{base}/q4/x-q4_k_m.gguf", "Qwen/Qwen3-0.6B", "gguf"))
-    assert gguf.model.path == str(tmp_path / "q4" / "x-q4_k_m.gguf")
-    hub_model = Source("hub", "Qwen/Qwen3-0.6B", revision)
-    assert asked == [hub_model, msgspec.structs.replace(hub_model, inside="q4/x-q4_k_m.gguf")]
+def test_a_node_refuses_a_source_that_is_not_the_planned_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    listing = sources.Listing(sources.parse("s3://bucket/m"), "1" * 40, {"m.gguf": sources.RemoteFile(1)})
+    monkeypatch.setattr(sources, "resolve", lambda *_: listing)
+    old = planned(f"/elsewhere/.penstock/models/store--s3--bucket--m/{'0' * 40}/q/m.gguf", "s3://bucket/m", "gguf")
+    with pytest.raises(UserError, match="its files have changed since this was planned") as caught:
+        here(old)
+    assert caught.value.detail == f"Planned with version {'0' * 12}; now it is {'1' * 12}."
 
 
 def test_a_hub_model_is_planned_from_its_headers_where_nodes_download_it(
@@ -319,7 +344,7 @@ def test_a_hub_model_is_planned_from_its_headers_where_nodes_download_it(
 ) -> None:
     whole = read_files(BUNDLED, "org/name", "safetensors")[0]
     monkeypatch.setattr(facts, "read", lambda _: whole)
-    monkeypatch.setattr(facts, "_read_kept", lambda _: facts.Kept("0" * 40, whole))
+    monkeypatch.setattr(facts, "_read_kept", lambda *_: facts.Kept("0" * 40, whole))
     wanted = deployment("org/name", target="ssh", cache={"weights": str(tmp_path)})
     there = prepare._model_elsewhere(wanted, is_rehearsal=False)
     assert there is not None
@@ -328,7 +353,7 @@ def test_a_hub_model_is_planned_from_its_headers_where_nodes_download_it(
     record = there["safetensors"][1]
     assert record.path == f"{tmp_path}/models--org--name/snapshots/{'0' * 40}"
     assert (record.weights_bytes, record.n_layers) == (whole.index_bytes, 4)
-    monkeypatch.setattr(facts, "_read_kept", lambda _: None)
+    monkeypatch.setattr(facts, "_read_kept", lambda *_: None)
     assert prepare._model_elsewhere(wanted, is_rehearsal=False) is None, "without its commit it is downloaded here"
     assert prepare._model_elsewhere(wanted, is_rehearsal=True) is not None, (
         "a rehearsal without network takes what is known"

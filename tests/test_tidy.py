@@ -32,7 +32,8 @@ ROOMS = (
     ("node", "targets", "gateway"),
     ("deployment",),
     ("bench",),
-    ("cli", "testing"),
+    ("testing",),
+    ("cli",),
     ("__main__",),
 )
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
@@ -60,6 +61,8 @@ PURE = (
     *("observe/google.py", "observe/export.py"),
     *("gateway/routing/policies.py", "gateway/routing/health.py", "gateway/routing/replicas.py"),
     *("gateway/request.py", "gateway/streams.py", "gateway/metrics.py", "deployment/controller/decide.py"),
+    *("deployment/autoscale.py", "testing/scaling/simulator.py", "testing/scaling/baselines.py"),
+    *("testing/scaling/scores.py", "testing/scaling/comparison.py", "testing/scaling/pictures.py"),
     *("bench/results/parse.py", "bench/results/engine_metrics.py", "bench/results/stats.py"),
     *("bench/results/validity.py", "bench/report/text.py"),
 )

@@ -1,4 +1,4 @@
-"""The verb `autoscale`: why a deployment was scaled."""
+"""The verbs under `penstock autoscale`, and the first of them: why a deployment was scaled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING
 
-from penstock.cli import arguments
+from penstock.cli import arguments, autoscale_replay, autoscale_simulate
 from penstock.cli.output import print_json, table
 from penstock.text import printable, show_seconds
 
@@ -18,7 +18,11 @@ _LAST_S = 3600.0
 
 def register(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(title="what to do", metavar="WHAT", required=True)
-    for name, text, add in (("explain", "list the decisions of the last hour, with their numbers", _add_explain),):
+    for name, text, add in (
+        ("explain", "list the decisions of the last hour, with their numbers", _add_explain),
+        ("replay", "decide for recorded samples, one JSON line each", autoscale_replay.register),
+        ("simulate", "try the policy on a trace of requests, next to others", autoscale_simulate.register),
+    ):
         verb = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         verb.set_defaults(verb_name=f"autoscale {name}")
         add(verb)

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import msgspec
+
 from penstock.cli import arguments
 from penstock.cli.output import print_json, print_step
 from penstock.errors import PenstockError, UserError
@@ -100,19 +102,18 @@ def _fetch(options: argparse.Namespace) -> int:
         cache = None
     if options.verify:
         return _verify(options, source, cache)
-    wishes: dict[str, Any] = {
-        "allow_pickle": deployment is not None and deployment.cache.allow_pickle,
-        "with_code": deployment is not None and _runs_code(deployment),
-    }
+    wanted = sources.PLAIN
+    if deployment is not None:
+        wanted = sources.Wanted(deployment.cache.allow_pickle, sources.runs_code(deployment.engine.flags))
     to = options.to.expanduser().absolute() if options.to else None
     if options.dry_run:
-        plan = model_fetch.prepare(sources.resolve(source, **wishes), to, cache)
+        plan = model_fetch.prepare(sources.resolve(source, wanted.pickles, wanted.code), to, cache)
         _print_plan(plan, options.json)
         return 0
     if to is not None:
         kept.note(to)
     with FetchDisplay(sys.stderr, options.json) as display:
-        folder = model_fetch.fetch(source, to, cache, show=display.show, say=print_step, **wishes)
+        folder = model_fetch.fetch(source, to, cache, wanted, show=display.show, say=print_step)
     if options.json:
         print_json({"event": "complete", "source": str(source), "folder": str(folder)})
     else:
@@ -131,15 +132,8 @@ def _source(options: argparse.Namespace) -> tuple[Source | None, Deployment | No
     deployment = arguments.deployment_of(options)
     if deployment.model == DEMO_MODEL:
         return None, deployment
-    source = sources.parse(deployment.model, options.revision)
-    if source.kind != "folder" and source.inside is None:
-        wants_gguf = deployment.engine.kind == "llamacpp" or deployment.model.lower().endswith("gguf")
-        source = sources.Source(source.kind, source.name, source.revision, "gguf" if wants_gguf else None)
-    return source, deployment
-
-
-def _runs_code(deployment: Deployment) -> bool:
-    return any(deployment.engine.args.get(name) is True for name in ("trust-remote-code", "trust_remote_code"))
+    source = sources.of_deployment(deployment) or sources.parse(deployment.model)
+    return msgspec.structs.replace(source, revision=options.revision or source.revision), deployment
 
 
 def _print_plan(plan: FetchPlan, as_json: bool) -> None:

@@ -106,6 +106,7 @@ def register_clean(parser: argparse.ArgumentParser) -> None:
 def _up(options: argparse.Namespace) -> int:
     from penstock import run_folder
     from penstock.cli import progress, status_text
+    from penstock.cli.fetch import FetchDisplay
     from penstock.deployment import prepare, start, start_times
 
     deployment = arguments.deployment_of(options)
@@ -113,7 +114,9 @@ def _up(options: argparse.Namespace) -> int:
         return _print_prepared(prepare.rehearse(deployment), options.json)
     before, rolls = _launch_id(deployment.name), start.rolls(deployment)
     try:
-        started = start.up(deployment, options.replace, lambda step: print_step(f"\n{step}"))
+        with FetchDisplay(sys.stderr, options.json) as bar:
+            fetching = prepare.Fetching(bar.show, print_step)
+            started = start.up(deployment, options.replace, lambda step: print_step(f"\n{step}"), fetching)
         run = run_folder.find(started.name)
         if options.json:
             facts = {"name": started.name, "url": started.url, "was_running": started.was_running, "key": started.key}

@@ -59,7 +59,9 @@ VERBS = {
     "requests": Verb("list the slowest requests and where their time went, or the newest", "requests:register"),
     "metrics": Verb("ask a deployment's Prometheus, list alerts, or print its pages of metrics", "metrics:register"),
     "scale": Verb("change the number of replicas; removed replicas finish their requests", "lifecycle:register_scale"),
-    "autoscale": Verb("show why a deployment has as many replicas as it has", "autoscale:register"),
+    "autoscale": Verb(
+        "show why there are so many replicas; try the policy on samples and traces", "autoscale:register"
+    ),
     "sleep": Verb(
         "free the GPU memory of a deployment and keep its engines; a request wakes it", "sleep:register_sleep"
     ),

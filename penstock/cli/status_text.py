@@ -72,9 +72,12 @@ def progress_words(progress: Progress) -> str:
 def ready_text(run: Run, state: State, started: Started) -> str:
     plan, me = run.plan(), command_name()
     if not state.desired_replicas:
-        wait = show_seconds(run.deployment().gateway.hold_s)
-        lines = [f"{run.name} has no replica: a request waits {wait}, then gets 503"]
-        lines += [f"  address  {_address(run)}", f"  next     {me} scale {run.name} 1"]
+        wait, wakes = show_seconds(run.deployment().gateway.hold_s), _wakes(state)
+        lines = [
+            f"{run.name} has no replica: a request {'starts one and ' if wakes else ''}waits {wait}, then gets 503"
+        ]
+        lines += [f"  address  {_address(run)}"]
+        lines += [] if wakes else [f"  next     {me} scale {run.name} 1"]
         return "\n".join([*lines, *_key_lines(started.key, run)] if started.key else lines)
     slowest = max((r.announcement.ready_after_s or 0.0 for r in state.replicas if r.announcement), default=0.0)
     was = "runs already" if started.was_running else f"is ready (its engine took {show_seconds(slowest)})"
@@ -172,7 +175,7 @@ def status_text(run: Run, state: State, now: float) -> str:
     lines = [f"{run.name} is {state.phase}" + (f": {state.reason}" if state.reason else "")]
     if state.phase == "ready" and _sleeps(state):
         lines = [f"{run.name} sleeps; a request wakes it, or: {command_name()} wake {run.name}"]
-    if state.phase == "ready" and not state.desired_replicas and state.scaling and not state.scaling.is_pinned:
+    if state.phase == "ready" and not state.desired_replicas and _wakes(state):
         lines = [f"{run.name} has no replica: the next request starts one"]
     elif state.phase == "ready" and not state.desired_replicas:
         lines = [f"{run.name} has no replica; start one: {command_name()} scale {run.name} 1"]
@@ -193,6 +196,11 @@ def status_text(run: Run, state: State, now: float) -> str:
     if state.controller.state == "gone" and state.phase not in ("down", "failed", "stopping"):
         lines += ["", f"the controller is gone: nothing is restarted until `{command_name()} up` starts it again"]
     return "\n".join(lines)
+
+
+def _wakes(state: State) -> bool:
+    """Whether a request starts a replica where there is none."""
+    return state.scaling is not None and not state.scaling.is_pinned
 
 
 def scaling_words(scaling: Scaling) -> str:

@@ -2,19 +2,53 @@
 
 Pure: no clock, no input or output. A sample is one second as gateways and announcements saw it; the controller records
 the same lines, which `penstock autoscale replay` reads.
+
+Theory of operation. Load is work: a request is `prompt / prefill rate + output / decode rate` seconds of one replica,
+so that the work that arrives in a second is a number of replicas. Output is not known when a request arrives; the mean
+of finished requests stands for it. Three questions are asked each second, and the largest answer wins:
+
+- What does the load of the last two minutes need, where its trend puts it when a replica ordered now is ready? A
+  reserve that grows with the root of the load carries its noise.
+- What did the last seconds need? Work W that came within s seconds can be served in time by W / (s + slack) replicas.
+- What drains the queue by the time a replica could be ready?
+
+What was needed once is kept for a time. Each number of replicas remembers when it was needed last, and the pauses after
+which it was needed again; it is kept over a pause where that cost less, in the past, than having to start again.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Literal
 
 import msgspec
 
-from penstock.spec.deployment import Replicas
+from penstock.spec.deployment import Replicas, ScalingRules
+from penstock.spec.scaling import scheduled_min
 
 # Samples that are older say nothing of now: then nothing ends.
 STALE_S = 15.0
+_WINDOW_S, _SPANS_S = 120, (2, 4, 8, 15, 30, 60)
+# Answers are written over seconds, so that their work never counts over less than this.
+_DECODE_SPAN_S = 30
+_BUCKET_S, _N_BUCKETS = 10.0, 140
+_FIRST_S = 20  # a mean of fewer seconds is one of these with nothing before
+# Before 20 requests were seen: a short prompt's prefill and 150 tokens, at usual rates.
+_PRIOR_WORK_S, _ENOUGH_REQUESTS = 0.25, 20.0
+# A queue of so many seconds is more than a few requests that came at once.
+_LEAST_QUEUE_S = 4.0
+_MEMORY = 0.999  # of the means of requests, a second: 1,000 s
+_LEAST_HOLD_S, _MOST_HOLD_S = 150.0, 900.0
+_DEAD_BAND = 0.4
+# A second without a replica that is needed costs as much as so many seconds of a replica that is not.
+_PRICE = 20.0
+_N_PAUSES, _SHORT_PAUSE_S = 8, 30.0
+_MOST_LEVELS = 512
+_MOST_CAUTION, _BAD_SHARE = 1.5, 0.9
+# What is divided by the target, where the file has none.
+_TARGETS = {"waiting": 10.0, "in_flight": 64.0, "kv": 0.8, "rate": 1.0}
+_HPA_MOST_S = 3600.0
 
 
 class ReplicaSample(msgspec.Struct, frozen=True):
@@ -64,11 +98,54 @@ class Policy(msgspec.Struct, frozen=True):
     ttft_s: float = 2.0
 
 
+class Level(msgspec.Struct, frozen=True):
+    """One number of replicas: when the load needed it last, since when without a pause, for how long it is kept then.
+
+    `pauses`: (seconds until it was needed again, seconds that it had been needed), the newest last.
+    """
+
+    needed_t: float
+    since_t: float
+    hold_s: float
+    pauses: tuple[tuple[float, float], ...] = ()
+
+
+class Means(msgspec.Struct, frozen=True):
+    """What requests are like: sums that forget over 1,000 s. `noise_s`: the load's variance in a second over its mean;
+    `caution`: what the load is multiplied by, more than 1 after promises were broken while requests queued."""
+
+    requests: float = 0.0
+    prompts_s: float = 0.0
+    finished: float = 0.0
+    output_tokens: float = 0.0
+    noise_s: float = 0.3
+    ttft_good: float = 0.0
+    ttft_total: float = 0.0
+    caution: float = 1.0
+
+
 class State(msgspec.Struct, frozen=True):
-    """What `scale` remembers between decisions; serialises to JSON. `State()` begins."""
+    """What `scale` remembers between decisions; serialises to JSON. `State()` begins.
+
+    `prefill`, `decode`: the work that came in each of the last 120 s. `buckets`: the mean load of each 10 s, `bucket`
+    (seconds, work) the unfinished one. `asked_t`: when there was a request last; `queued_s`: for
+    how long a queue has not been empty. `wanted`: (since when, how many)
+    before limits, `changes`: the same after them, as far back as `up` and `down` look.
+    """
 
     t: float | None = None
     replicas: int | None = None
+    in_flight: int = 0
+    asked_t: float = 0.0
+    queued_s: float = 0.0
+    prefill: tuple[float, ...] = ()
+    decode: tuple[float, ...] = ()
+    buckets: tuple[float, ...] = ()
+    bucket: tuple[float, float] = (0.0, 0.0)
+    means: Means = Means()
+    levels: tuple[Level, ...] = ()
+    wanted: tuple[tuple[float, int], ...] = ()
+    changes: tuple[tuple[float, int], ...] = ()
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -79,22 +156,400 @@ class Decision(msgspec.Struct, frozen=True):
     reason: str
 
 
+class _Need(msgspec.Struct, frozen=True):
+    """Replicas that the load needs, not rounded, the words for it; and without those that only drain a queue, which
+    nothing keeps when it is empty."""
+
+    replicas: float
+    words: str
+    kept: float | None = None
+
+
 def scale(recent: Recent, state: State, policy: Policy, now: float) -> Decision:
-    """The number of replicas wanted at `now`, between `min` and `max`. Pure; equal inputs give equal decisions."""
+    """The number of replicas wanted at `now`, between `min` and `max`. Pure; equal inputs give equal decisions.
+
+    More load in the new samples never gives fewer replicas: what a request is like, trends and noise are those of the
+    state, the new samples change them for the next call.
+    """
     asked = policy.replicas
-    samples = sorted(recent.samples, key=lambda sample: sample.t)
-    before = state.replicas if state.replicas is not None else max(asked.min, 0)
+    if state.t is not None and now < state.t - STALE_S:
+        state = _moved(state, now - state.t - 1.0)
+    samples = sorted((sample for sample in recent.samples if sample.t <= now + STALE_S), key=_moment)
+    before = _before(state, samples, asked)
     if not samples or now - samples[-1].t > STALE_S:
-        return Decision(_bounded(before, asked), state, f"no sample in the last {STALE_S:g} s")
-    last = samples[-1]
-    span = max(1.0, last.t - samples[0].t + 1.0)
-    prompt = sum(sample.prompt_tokens for sample in samples) / span
-    output = sum(sample.output_tokens for sample in samples) / span
-    load = prompt / policy.prefill_tokens_s + output / policy.decode_tokens_s
-    wanted = math.ceil(load + 0.3 * math.sqrt(load)) + (1 if last.held else 0)
-    number = _bounded(max(wanted, 1 if last.in_flight or last.held else 0), asked)
-    return Decision(number, State(t=last.t, replicas=number), f"load {load:.2f} replicas")
+        reason = f"keeps {before}: no sample for {STALE_S:g} s"
+        return _decided(state, max(before, _floor(policy, now)), asked, reason)
+    new = [sample for sample in samples if state.t is None or sample.t > state.t]
+    if not new:
+        return _decided(state, before, asked, f"keeps {before}: no sample since the last decision")
+    if state.t is not None and new[0].t - state.t > STALE_S:
+        gap_s = new[0].t - state.t - 1.0
+        state = msgspec.structs.replace(_moved(state, gap_s), prefill=(), decode=(), buckets=(), bucket=(0.0, 0.0))
+    if state.t is None:
+        state = _begun(new[0], before, policy)
+    last, counted = new[-1], _counted(state, new, policy)
+    need = _slo_need(state, counted, last, policy) if asked.metric == "slo" else _metric_need(counted, last, policy)
+    wanted, counted, reason = _kept(counted, need, before, policy, last.t)
+    number, reason = _guarded(wanted, before, last, counted, policy, reason)
+    number, counted, reason = _limited(number, before, counted, asked, last.t, reason)
+    floor = _floor(policy, last.t)
+    if floor > max(number, asked.min):
+        number, reason = floor, f"needs {floor}: the schedule's minimum until {policy.start_s:.0f} s from now"
+    return _decided(counted, number, asked, reason)
+
+
+def _moment(sample: Sample) -> float:
+    return sample.t
+
+
+def _before(state: State, samples: list[Sample], asked: Replicas) -> int:
+    if state.replicas is not None:
+        return _bounded(state.replicas, asked)
+    live = sum(replica.state != "draining" for replica in samples[-1].replicas) if samples else 0
+    return _bounded(live, asked)
+
+
+def _decided(state: State, number: int, asked: Replicas, reason: str) -> Decision:
+    bounded = _bounded(number, asked)
+    if bounded != number:
+        reason = f"{reason}; {'max' if bounded < number else 'min'} is {bounded}"
+    if bounded != state.replicas and state.t is not None and (asked.up or asked.down):
+        begin = state.t - _HPA_MOST_S
+        past = state.changes or ((begin, state.replicas if state.replicas is not None else bounded),)
+        kept = [row for row, following in itertools.pairwise(past) if following[0] > begin]
+        changes = (*kept, past[-1], (state.t, bounded))
+        state = msgspec.structs.replace(state, changes=changes)
+    return Decision(bounded, msgspec.structs.replace(state, replicas=bounded), reason)
 
 
 def _bounded(number: int, asked: Replicas) -> int:
     return min(max(number, asked.min), asked.max)
+
+
+def _floor(policy: Policy, now: float) -> int:
+    return scheduled_min(policy.replicas.schedule, now, now + policy.start_s)
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+
+def _moved(state: State, by_s: float) -> State:
+    """The state as if all of it had happened `by_s` later: a jump of the clock or a gap in samples ages nothing."""
+    levels = tuple(
+        msgspec.structs.replace(level, needed_t=level.needed_t + by_s, since_t=level.since_t + by_s)
+        for level in state.levels
+    )
+    return msgspec.structs.replace(
+        state,
+        t=None if state.t is None else state.t + by_s,
+        asked_t=state.asked_t + by_s,
+        levels=levels,
+        wanted=tuple((t + by_s, number) for t, number in state.wanted),
+        changes=tuple((t + by_s, number) for t, number in state.changes),
+    )
+
+
+def _begun(first: Sample, before: int, policy: Policy) -> State:
+    """What was there before is kept for a while, since nothing is known of the load that it was for."""
+    t, hold_s = first.t - 1.0, _least_hold_s(policy)
+    levels = tuple(Level(t, t, hold_s) for _ in range(min(before, _MOST_LEVELS)))
+    in_flight = max(0, first.in_flight - first.arrivals)
+    return State(t=t, replicas=before, asked_t=t, levels=levels, in_flight=in_flight)
+
+
+def _counted(state: State, new: list[Sample], policy: Policy) -> State:
+    """The state with the counts of new samples: those of a sample came since the one before it."""
+    prefill, decode, buckets = [*state.prefill], [*state.decode], [*state.buckets]
+    (filled_s, work), means, t = state.bucket, state.means, state.t or 0.0
+    in_flight, asked_t, n_output = state.in_flight, state.asked_t, _mean_output(state.means)
+    queued_s = state.queued_s
+    for sample in new:
+        elapsed = max(1, round(min(sample.t - t, STALE_S)))
+        t = sample.t
+        read_s = sample.prompt_tokens / policy.prefill_tokens_s
+        # Tokens that are written saturate when replicas do; what will be written does not.
+        tokens = sample.output_tokens if n_output is None else sample.arrivals * n_output
+        write_s = tokens / policy.decode_tokens_s
+        means = _averaged(means, sample, read_s, in_flight, elapsed)
+        if prefill and policy.replicas.metric == "slo":
+            means = _with_noise(means, prefill, decode, (read_s + write_s) / elapsed)
+        prefill += [read_s / elapsed] * elapsed
+        decode += [write_s / elapsed] * elapsed
+        filled_s, work = filled_s + elapsed, work + read_s + write_s
+        if filled_s >= _BUCKET_S:
+            buckets.append(work / filled_s)
+            filled_s, work = 0.0, 0.0
+        in_flight, queued_s = sample.in_flight, queued_s + elapsed if _queues(sample) else 0.0
+        if sample.arrivals or sample.in_flight or sample.held:
+            asked_t = sample.t
+    return msgspec.structs.replace(
+        state,
+        t=t,
+        in_flight=in_flight,
+        asked_t=asked_t,
+        queued_s=queued_s,
+        prefill=tuple(prefill[-_WINDOW_S:]),
+        decode=tuple(decode[-_WINDOW_S:]),
+        buckets=tuple(buckets[-_N_BUCKETS:]),
+        bucket=(filled_s, work),
+        means=_with_caution(means, state, new[-1], policy.replicas.max),
+    )
+
+
+def _queues(sample: Sample) -> bool:
+    """Requests are held, or wait in every engine."""
+    ready = [replica.waiting > 0 for replica in sample.replicas if replica.state == "ready"]
+    return sample.held > 0 or (all(ready) and bool(ready))
+
+
+def _averaged(means: Means, sample: Sample, read_s: float, in_flight: int, elapsed: int) -> Means:
+    decay, minute = _MEMORY**elapsed, 0.983**elapsed
+    finished = max(0, in_flight + sample.arrivals - sample.in_flight)
+    return Means(
+        requests=means.requests * decay + sample.arrivals,
+        prompts_s=means.prompts_s * decay + read_s,
+        finished=means.finished * decay + finished,
+        output_tokens=means.output_tokens * decay + sample.output_tokens,
+        noise_s=means.noise_s,
+        ttft_good=means.ttft_good * minute + sample.ttft_good,
+        ttft_total=means.ttft_total * minute + sample.ttft_total,
+        caution=means.caution,
+    )
+
+
+def _mean_output(means: Means) -> float | None:
+    return means.output_tokens / means.finished if means.finished >= _ENOUGH_REQUESTS else None
+
+
+def _with_noise(means: Means, prefill: list[float], decode: list[float], load: float) -> Means:
+    """Half of the square of the difference between neighbours: a trend hardly counts."""
+    mean = (sum(prefill[-60:]) + sum(decode[-60:])) / len(prefill[-60:])
+    if mean < 0.05:
+        return means
+    noise_s = min(3.0, (load - prefill[-1] - decode[-1]) ** 2 / 2 / mean)
+    return msgspec.structs.replace(means, noise_s=means.noise_s + 0.005 * (noise_s - means.noise_s))
+
+
+def _with_caution(means: Means, before: State, last: Sample, most: int) -> Means:
+    """Promises broken while requests queue and nothing starts: replicas can do less than the policy says."""
+    queues = last.held or any(replica.waiting for replica in last.replicas)
+    starts = any(replica.state == "starting" for replica in last.replicas)
+    is_bad = means.ttft_total >= _ENOUGH_REQUESTS and means.ttft_good < _BAD_SHARE * means.ttft_total
+    if is_bad and queues and not starts and (before.replicas or 0) < most:
+        return msgspec.structs.replace(means, caution=min(_MOST_CAUTION, means.caution * 1.005))
+    return msgspec.structs.replace(means, caution=max(1.0, means.caution * 0.9998))
+
+
+# ---- what the load needs ---------------------------------------------------------------------------------------------
+
+
+def _slo_need(before: State, state: State, last: Sample, policy: Policy) -> _Need:
+    count, caution = len(state.prefill), before.means.caution
+    read = list(itertools.accumulate(reversed(state.prefill)))
+    written = list(itertools.accumulate(reversed(state.decode)))
+    mean = caution * (read[-1] + written[-1]) / max(count, _FIRST_S)
+    ahead = mean + _growth(before, policy)
+    # A start of minutes needs more: what comes meanwhile cannot be answered by another replica.
+    share = 0.3 + 0.15 * min(1.0, max(0.0, (policy.start_s - 100) / 200))
+    need = ahead + share * math.sqrt(ahead)
+    words = f"the load of {min(count, _WINDOW_S)} s is {mean:.2f} replicas"
+    words += f", {ahead:.2f} in {policy.start_s:.0f} s" if ahead > mean else ""
+    best = _Need(need, f"{words}, {need:.2f} with a reserve")
+    for span in _SPANS_S:
+        if span <= count:
+            long = min(count, max(span, _DECODE_SPAN_S))
+            value = caution * (read[span - 1] / (span + policy.ttft_s / 2) + written[long - 1] / long)
+            if value > best.replicas:
+                best = _Need(value, f"the last {span} s brought the work of {value:.2f} replicas")
+    waiting = last.held + sum([replica.waiting for replica in last.replicas])
+    queue = mean + waiting * _work_s(before.means, policy) / max(60.0, policy.start_s)
+    live = sum([replica.state != "draining" for replica in last.replicas])
+    starts = any(replica.state == "starting" for replica in last.replicas)
+    if state.queued_s > max(policy.ttft_s, _LEAST_QUEUE_S) and not starts and live + 1 > max(queue, best.replicas):
+        # Whatever the rates promise: what there is does not do.
+        words = f"{waiting} requests wait, some for {state.queued_s:.0f} s, and no replica starts"
+        return _Need(live + 1, words, best.replicas)
+    if queue > best.replicas:
+        return _Need(
+            queue, f"{waiting} requests wait, with the load of {mean:.2f} replicas they need {queue:.2f}", best.replicas
+        )
+    return best
+
+
+def _work_s(means: Means, policy: Policy) -> float:
+    """Seconds of one replica that a request takes."""
+    if means.requests < _ENOUGH_REQUESTS:
+        return _PRIOR_WORK_S
+    return means.prompts_s / means.requests + (_mean_output(means) or 0.0) / policy.decode_tokens_s
+
+
+def _growth(state: State, policy: Policy) -> float:
+    """Replicas that the trend adds until one that is ordered now is ready; at most as much as there is.
+
+    Of three thirds, the smaller of two rises counts, so that a step is no ramp, less what noise can make.
+    """
+    third = round(min(900.0, max(120.0, policy.start_s)) * 0.5 / _BUCKET_S)
+    if len(state.buckets) < 3 * third:
+        return 0.0
+    recent = state.buckets[-3 * third :]
+    oldest, middle, newest = (sum(recent[n * third : (n + 1) * third]) / third for n in range(3))
+    third_s = third * _BUCKET_S
+    rise = min(middle - oldest, newest - middle) - 0.7 * math.sqrt(state.means.noise_s * newest / third_s)
+    return min(max(0.0, rise) / third_s * (policy.start_s + 60.0), newest) * state.means.caution
+
+
+def _metric_need(state: State, last: Sample, policy: Policy) -> _Need:
+    """The sum over all replicas divided by the target; where requests wait, next to those that run."""
+    asked = policy.replicas
+    target = asked.target or _TARGETS[asked.metric]
+    replicas = [replica for replica in last.replicas if replica.state != "draining"]
+    waiting = last.held + sum([replica.waiting for replica in last.replicas])
+    if asked.metric == "waiting":
+        running = sum([replica.running for replica in last.replicas]) / policy.max_running
+        return _Need(
+            running + waiting / target, f"{waiting} requests wait at {target:g} a replica, others fill {running:.2f}"
+        )
+    if asked.metric == "in_flight":
+        return _Need(last.in_flight / target, f"{last.in_flight} requests are in flight at {target:g} a replica")
+    if asked.metric == "kv":
+        use = sum([replica.kv_use for replica in replicas])
+        return _Need(use / target + (1.0 if last.held else 0.0), f"{use:.2f} caches are in use at {target:g} a replica")
+    rate = state.means.requests * (1 - _MEMORY)
+    return _Need(rate / target, f"{rate:.2f} requests/s at {target:g} a replica")
+
+
+# ---- how long it is kept ---------------------------------------------------------------------------------------------
+
+
+def _least_hold_s(policy: Policy) -> float:
+    return max(_LEAST_HOLD_S, min(_MOST_HOLD_S, policy.start_s))
+
+
+def _kept(state: State, need: _Need, before: int, policy: Policy, now: float) -> tuple[int, State, str]:
+    """How many to have, with those that were needed a short time ago; the state that knows of this need; why."""
+    order = math.ceil(need.replicas - 1e-9)
+    kept = need.replicas if need.kept is None else need.kept
+    marked = max(math.ceil(kept - 1e-9), min(before, math.floor(kept + 1 + _DEAD_BAND)))
+    levels = [*state.levels]
+    for index in range(min(marked, policy.replicas.max, _MOST_LEVELS)):
+        if index == len(levels):
+            levels.append(Level(now, now, _least_hold_s(policy)))
+        else:
+            levels[index] = _needed(levels[index], policy, now)
+    number, reason = order, f"needs {order}: {need.words}"
+    has_window = policy.replicas.down is not None and policy.replicas.down.stabilization_window_seconds is not None
+    for index in range(min(before, len(levels)), order, -1):
+        hold_s = 0.0 if has_window else levels[index - 1].hold_s
+        past_s = now - levels[index - 1].needed_t
+        if past_s <= hold_s:
+            number = index
+            reason = f"keeps {index}: needed {past_s:.0f} s ago, kept for {hold_s:.0f} s; now {need.words}"
+            break
+    return number, msgspec.structs.replace(state, levels=tuple(levels)), reason
+
+
+def _needed(level: Level, policy: Policy, now: float) -> Level:
+    pause = now - level.needed_t
+    if pause <= _SHORT_PAUSE_S:
+        return Level(now, level.since_t, level.hold_s, level.pauses)
+    pauses = (*level.pauses, (pause, level.needed_t - level.since_t))[-_N_PAUSES:]
+    return Level(now, now, _hold_s(pauses, policy), pauses)
+
+
+def _hold_s(pauses: tuple[tuple[float, float], ...], policy: Policy) -> float:
+    """The time that would have cost least in these pauses, and in half of one that never ends.
+
+    A pause that is held costs its seconds; one that is not, the hold, and the start while the replica was missed.
+    """
+    least_s, most_s = _least_hold_s(policy), max(_MOST_HOLD_S, 3 * policy.start_s)
+    best, least_cost = least_s, math.inf
+    for hold in sorted({least_s, *(min(most_s, max(least_s, 1.15 * pause + 10)) for pause, _ in pauses)}):
+        cost, weight = 0.5 * hold, 1.0
+        for pause, busy in reversed(pauses):
+            cost += weight * (pause if pause <= hold else hold + _PRICE * min(policy.start_s, busy + 20.0))
+            weight *= 0.8
+        if cost < least_cost:
+            best, least_cost = hold, cost
+    return best
+
+
+# ---- limits ----------------------------------------------------------------------------------------------------------
+
+
+def _guarded(number: int, before: int, last: Sample, state: State, policy: Policy, reason: str) -> tuple[int, str]:
+    """Nothing ends while something starts or is held for; the last replica ends after `idle_s` only."""
+    longest_s = 3 * policy.start_s + 60  # one that starts for ever holds nothing up
+    starting = sum(replica.state == "starting" and replica.age_s <= longest_s for replica in last.replicas)
+    if number < before and (starting or last.held):
+        why = f"{starting} still start" if starting else f"{last.held} requests are held"
+        number, reason = before, f"keeps {before}: {why}; {reason}"
+    idle_s, quiet_s = max(policy.replicas.idle_s, 3 * policy.start_s), last.t - state.asked_t
+    is_asked = last.held or last.in_flight or last.arrivals
+    if number and not starting and not is_asked and policy.replicas.min == 0 and quiet_s >= idle_s:
+        return 0, f"needs 0: no request for {quiet_s:.0f} s, idle_s is {idle_s:.0f}"
+    if number < 1 and is_asked:
+        return 1, "needs 1: a request came and there is no replica"
+    if number < 1 <= before and quiet_s < idle_s:
+        return 1, f"keeps 1: the last request was {quiet_s:.0f} s ago, idle_s is {idle_s:.0f}"
+    return number, reason
+
+
+def _limited(
+    number: int, before: int, state: State, asked: Replicas, now: float, reason: str
+) -> tuple[int, State, str]:
+    """`up` and `down`, as HPA v2 has them."""
+    if asked.up is None and asked.down is None:
+        return number, state, reason
+    begin = now - _HPA_MOST_S
+    kept = [row for row, following in itertools.pairwise(state.wanted) if following[0] > begin]
+    wanted = (*kept, *state.wanted[-1:])
+    if not wanted or wanted[-1][1] != number:
+        wanted = (*wanted, (now, number))
+    state = msgspec.structs.replace(state, wanted=wanted)
+    limited = number
+    if number > before and asked.up is not None:
+        limited = max(before, min(_within(wanted, asked.up, now)))
+        limited = min(limited, _most_up(asked.up, before, state.changes, now))
+    elif number < before and asked.down is not None:
+        limited = min(before, max(_within(wanted, asked.down, now)))
+        limited = max(limited, _least_down(asked.down, before, state.changes, now))
+    if limited != number:
+        reason = f"{reason}; {'up' if number > before else 'down'} allows {limited}"
+    return limited, state, reason
+
+
+def _within(wanted: tuple[tuple[float, int], ...], rules: ScalingRules, now: float) -> list[int]:
+    """The numbers wanted within the stabilization window."""
+    begin = now - (rules.stabilization_window_seconds or 0)
+    ends = [*(t for t, _ in wanted[1:]), math.inf]
+    return [number for (_, number), end in zip(wanted, ends, strict=True) if end > begin]
+
+
+def _at(changes: tuple[tuple[float, int], ...], before: int, moment: float) -> int:
+    """How many there were at `moment`."""
+    earlier = [number for t, number in changes if t <= moment]
+    return (earlier or [number for _, number in changes[:1]] or [before])[-1]
+
+
+def _most_up(rules: ScalingRules, before: int, changes: tuple[tuple[float, int], ...], now: float) -> int:
+    if rules.select_policy == "Disabled":
+        return before
+    limits = []
+    for policy in rules.policies:
+        base = min(before, _at(changes, before, now - policy.period_seconds))
+        more = policy.value if policy.type == "Pods" else math.ceil(base * policy.value / 100)
+        limits.append(max(before, base + more, 1))
+    choose = max if rules.select_policy == "Max" else min
+    return choose(limits) if limits else _MOST_LEVELS * 1000
+
+
+def _least_down(rules: ScalingRules, before: int, changes: tuple[tuple[float, int], ...], now: float) -> int:
+    if rules.select_policy == "Disabled":
+        return before
+    limits = []
+    for policy in rules.policies:
+        base = max(before, _at(changes, before, now - policy.period_seconds))
+        fewer = policy.value if policy.type == "Pods" else base - math.floor(base * (1 - policy.value / 100))
+        limits.append(min(before, max(0, base - fewer)))
+    choose = min if rules.select_policy == "Max" else max
+    return choose(limits) if limits else 0

@@ -25,6 +25,7 @@ from penstock.planner.launch import Sized, gpus_for_each
 from penstock.planner.request import Sizing, SizingRequest
 from penstock.planner.solve import sizing_of, speed_of
 from penstock.planner.speed.estimate import Speed
+from penstock.planner.throughput import throughput
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment, Parallel, Scalar, Workload
 from penstock.text import bare_flag
@@ -89,7 +90,8 @@ def size(
         sizing = solve(request, card) if network is None else solve(request, card, network=network)
     except NotModelled as error:
         return Sized(not_modelled=error.message)
-    return Sized(sizing, _kept_under(request, card))
+    can = throughput(request, sizing, card, network) if deployment.replicas.follows_load else None
+    return Sized(sizing, _kept_under(request, card), throughput=can)
 
 
 def card_of(gpus: Sequence[Gpu]) -> GpuFacts:

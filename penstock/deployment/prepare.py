@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,10 +15,10 @@ from penstock import engines, paths, targets
 from penstock.deployment import gpu_price, planning, preflight, ui
 from penstock.deployment.doctor.model import check_model
 from penstock.deployment.preflight import Finding
-from penstock.errors import PenstockError, SpecError, UserError, together
+from penstock.errors import PenstockError, PlanError, SpecError, UserError, together
 from penstock.hardware import Machine, network
-from penstock.models import facts, files, hub
-from penstock.node.checks.machine import find_weights, is_of_hub
+from penstock.models import facts, fetch, files, sources
+from penstock.node.checks.machine import find_weights
 from penstock.node.group import addresses as formation
 from penstock.planner import Plan, launch
 from penstock.run_folder import Artifact, Launch, Run
@@ -26,6 +27,16 @@ from penstock.targets import Target
 from penstock.text import show_bytes
 
 _SURVEY_S = 60.0
+
+
+class Fetching(NamedTuple):
+    """Who hears of a fetch: its progress twice a second, and lines about waiting."""
+
+    show: Callable[[fetch.Progress], None] = lambda _: None
+    say: Callable[[str], None] = lambda _: None
+
+
+UNSEEN = Fetching()
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -43,8 +54,10 @@ def prepare(
     existing: Run | None = None,
     is_rehearsal: bool = False,
     refusals: Sequence[PenstockError] = (),
+    fetching: Fetching = UNSEEN,
 ) -> Prepared:
-    """Check, gather facts, plan and render. Changes nothing; a hub model is downloaded, but not in a rehearsal.
+    """Check, gather facts, plan and render. Changes nothing; the model is fetched to this machine where that is the
+    one that loads it, but not in a rehearsal. `fetching` gets what that has to say.
 
     `existing` is a running deployment that this one would replace: its port and memory count as free. A rehearsal on a
     machine without GPUs takes those that the file names.
@@ -76,8 +89,7 @@ def prepare(
         bad = [finding for finding in check_model(deployment).findings if finding.state == "bad"]
         errors += [UserError(finding.found, hint=finding.cure) for finding in bad]
         raise together(f'deployment "{deployment.name}"', errors)
-    n_replicas = sharing(target, deployment, len(machines), deployment.replicas.min)
-    plan = make_plan(deployment, machine, n_replicas, is_rehearsal)
+    plan = _plan_of_most(target, deployment, machine, len(machines), is_rehearsal, fetching)
     inherited = dict(os.environ) if target.is_this_machine else {}
     warnings = [
         *plan.warnings,
@@ -152,13 +164,46 @@ def sharing(target: Target, deployment: Deployment, n_machines: int, n_replicas:
     return -(-n_replicas * deployment.hardware.nodes // n_machines)
 
 
-def make_plan(deployment: Deployment, machine: Machine, n_replicas: int, is_rehearsal: bool = False) -> Plan:
+def _plan_of_most(
+    target: Target,
+    deployment: Deployment,
+    machine: Machine,
+    n_machines: int,
+    is_rehearsal: bool = False,
+    fetching: Fetching = UNSEEN,
+) -> Plan:
+    """The plan with which as many replicas fit as there may be, at least those that `up` starts; a warning says where
+    fewer than `replicas.max` do.  Raises UserError or PlanError."""
+    first, most = deployment.replicas.first, deployment.replicas.max
+    has_room = n_machines * (len(machine.gpus) or machine.n_cpus) // deployment.hardware.nodes
+    for n_replicas in range(first if target.is_elastic else max(first, min(most, has_room)), first - 1, -1):
+        try:
+            n_here = sharing(target, deployment, n_machines, n_replicas)
+            plan = make_plan(deployment, machine, n_here, is_rehearsal, fetching)
+        except PlanError:
+            if n_replicas == first:
+                raise
+            continue
+        if target.is_elastic or n_replicas == most:
+            return plan
+        warning = f"replicas.max is {most}, and {n_replicas} fit here"
+        return msgspec.structs.replace(plan, warnings=(*plan.warnings, warning))
+    raise AssertionError("the first is tried always")
+
+
+def make_plan(
+    deployment: Deployment,
+    machine: Machine,
+    n_replicas: int,
+    is_rehearsal: bool = False,
+    fetching: Fetching = UNSEEN,
+) -> Plan:
     """The plan for this many new replicas that share a machine.  Raises UserError or PlanError."""
     if deployment.engine.executor == "auto":
         engine_spec = msgspec.structs.replace(deployment.engine, executor=targets.load(deployment.target).executor)
         deployment = msgspec.structs.replace(deployment, engine=engine_spec)
     there = _model_elsewhere(deployment, is_rehearsal)
-    path = Path(deployment.model) if there is not None else files.locate(deployment)
+    path = Path(deployment.model) if there is not None else fetch.locate(deployment, fetching.show, fetching.say)
     present = tuple(there) if there is not None else files.forms_of(path)
     name = preflight.choose_engine(deployment.engine.kind, bool(machine.gpus), present)
     engine = engines.load(name)
@@ -173,7 +218,8 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int, is_rehe
         whole, model = facts.read_files(path, deployment.model, form)
     else:
         whole, model = there.get(form) or next(iter(there.values()))
-    if not engine.loads(model.form, deployment.engine.flags):
+    is_pickled = deployment.cache.allow_pickle and model.form == "none" and model.n_shards
+    if not is_pickled and not engine.loads(model.form, deployment.engine.flags):
         raise UserError(
             f'cannot serve model "{deployment.model}" on engine {name}: no *.{engine.forms[0]} in "{path}"',
             hint=f"Engine {name} loads {' or '.join(engine.forms)}.",
@@ -197,13 +243,13 @@ def _model_elsewhere(deployment: Deployment, is_rehearsal: bool) -> facts.FactsB
     target = targets.load(deployment.target)
     cache = deployment.cache.folder
     is_read = (target.has_own_caches or is_rehearsal) and deployment.engine.kind != "llamacpp"
-    if is_read and is_of_hub(deployment.model):
-        folder = Path(cache).expanduser() if cache else hub.cache()
+    if is_read and sources.is_remote(deployment.model):
+        folder = Path(cache).expanduser() if cache else None
         if target.fetches_models:  # the plan is the same on every machine
-            return facts.read_hub(deployment.model, folder, takes_main=True, from_catalog=True)
+            return facts.read_remote(deployment.model, folder, takes_main=True, from_catalog=True)
         if not find_weights(deployment.model, cache, is_read=False).absent:
             return None
-        return facts.read_hub(deployment.model, folder, takes_main=is_rehearsal)
+        return facts.read_remote(deployment.model, folder, takes_main=is_rehearsal)
     is_here = not deployment.model.startswith(("/", "~")) or Path(deployment.model).expanduser().exists()
     if is_here or target.shares_files or "survey" not in target.capabilities:
         return None
@@ -263,7 +309,7 @@ def plan_now(deployment: Deployment) -> Plan:
     target, existing = targets.load(deployment.target), not_ended(deployment.name)
     machines = _machines(target, deployment, existing)
     machine = preflight.as_named(deployment, preflight.least(machines), is_rehearsal=False)
-    return make_plan(deployment, machine, sharing(target, deployment, len(machines), deployment.replicas.min))
+    return _plan_of_most(target, deployment, machine, len(machines))
 
 
 def holds_port(deployment: Deployment) -> bool:

@@ -20,7 +20,7 @@ import msgspec
 from penstock import paths, processes, run_folder, targets
 from penstock.deployment import gateway_config, observe
 from penstock.deployment.events import asked_by
-from penstock.deployment.prepare import Prepared, not_ended, prepare
+from penstock.deployment.prepare import UNSEEN, Fetching, Prepared, not_ended, prepare
 from penstock.deployment.stop import OnStep, end_run
 from penstock.errors import EngineError, PenstockError, UserError
 from penstock.gateway.accounting import store
@@ -50,10 +50,13 @@ class Started(msgspec.Struct, frozen=True):
     was_running: bool = False
 
 
-def up(deployment: Deployment, replace: bool = False, on_step: OnStep | None = None) -> Started:
+def up(
+    deployment: Deployment, replace: bool = False, on_step: OnStep | None = None, fetching: Fetching = UNSEEN
+) -> Started:
     """Start a deployment, or find it running. Returns when everything is submitted; see `wait_ready`. Idempotent.
 
     Raises UserError when it runs with other settings and `replace` is false. `on_step`: the end of a failed start.
+    `fetching` hears how the model comes to this machine, where it is fetched here.
     """
     with run_folder.locked(deployment.name):
         _look_elsewhere(deployment)
@@ -70,7 +73,7 @@ def up(deployment: Deployment, replace: bool = False, on_step: OnStep | None = N
                 refusals.append(UserError(message, detail="\n".join(changes), hint=hint))
         with _bind("127.0.0.1") as held:
             admin_port = held.getsockname()[1]
-            prepared = prepare(deployment, admin_port, not_ended(deployment.name), refusals=refusals)
+            prepared = prepare(deployment, admin_port, not_ended(deployment.name), refusals=refusals, fetching=fetching)
             if existing is not None:
                 existing.add_event("replace", "penstock up --replace", who=asked_by())
             old, target = Run(paths.home() / "runs" / deployment.name), targets.load(deployment.target)

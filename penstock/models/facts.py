@@ -9,7 +9,6 @@ machine, or the catalogue's copy, with a note."""
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,21 @@ import msgspec
 
 from penstock import paths
 from penstock.errors import UserError, not_modelled
-from penstock.models import Facts, Header, ModelFacts, StoredTensor, catalog, demo, files, gguf, hub
+from penstock.models import (
+    Facts,
+    Header,
+    ModelFacts,
+    StoredTensor,
+    catalog,
+    demo,
+    fetch,
+    files,
+    gguf,
+    hub,
+    manifest,
+    sources,
+)
+from penstock.models.fetch_files import FilesFetch, Layout
 from penstock.models.hub import HubError
 from penstock.paths import write_atomically
 from penstock.spec.deployment import DEMO_MODEL
@@ -28,7 +41,6 @@ from penstock.spec.deployment import DEMO_MODEL
 _MODELOPT = "hf_quant_config.json"
 _SINGLE = "model.safetensors"
 _OLD_INDEX = "pytorch_model.bin.index.json"
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
 _MOST_NAMES = 5
 
 
@@ -44,22 +56,22 @@ def read(reference: str) -> Facts:
     """The facts of the model that `reference` names.  Raises UserError; may ask the hub (seconds, see `hub`)."""
     if reference == DEMO_MODEL:
         return read_folder(files.BUNDLED, reference)
-    path = Path(reference).expanduser()
+    path = Path(reference.removeprefix("file://")).expanduser()
     if path.is_file() and path.name == "config.json":
         path = path.parent
     if path.is_dir():
         return read_folder(path, reference)
     if path.is_file():
-        raise UserError(
-            f'cannot plan model file "{reference}"',
-            detail="Planning reads the config.json of a model that vLLM serves; a GGUF file has none.",
-            hint="Give the folder that has config.json, or a hub id.",
-        )
+        raise _no_config(reference)
     looks_local = reference.startswith(("/", "./", "../", "~"))
     if not looks_local and "/" not in reference and catalog.find(reference):
         return _from_catalog(reference)
-    if not looks_local and _HUB_ID.match(reference):
-        return _from_hub(reference)
+    if sources.is_remote(reference):
+        source = sources.parse(reference)
+        if source.inside is not None:
+            raise _no_config(reference)
+        facts = _from_hub(source.name, source.revision) if source.kind == "hub" else _from_listing(source)[0]
+        return msgspec.structs.replace(facts, reference=reference)
     hint = "Check the path, or give a hub id such as Qwen/Qwen3-0.6B."
     if "/" not in reference:
         hint = f"{_suggestion(reference) or hint} `penstock plan --list` lists the catalogue."
@@ -67,6 +79,14 @@ def read(reference: str) -> Facts:
         f'cannot use model "{reference}": no such folder' + ("" if looks_local else " and not in the catalogue"),
         detail="A model is a folder with a config.json, a catalogue name (llama-3.1-70b), or a hub id (name/name).",
         hint=hint,
+    )
+
+
+def _no_config(reference: str) -> UserError:
+    return UserError(
+        f'cannot plan model file "{reference}"',
+        detail="Planning reads the config.json of a model that vLLM serves; a GGUF file has none.",
+        hint="Give the folder that has config.json, or a hub id.",
     )
 
 
@@ -116,27 +136,58 @@ def read_files(path: Path, reference: str, form: str) -> tuple[Facts, ModelFacts
         )
     facts = read_folder(path, reference)
     shards = [path / name for name in files.wanted_shards(path) if (path / name).is_file()]
-    return facts, _record(facts, path, "safetensors" if shards else "none", shards)
+    return facts, _record(facts, path, "safetensors" if shards else "none", shards or files.pickles(path))
 
 
-def read_hub(name: str, cache: Path, takes_main: bool = False, from_catalog: bool = False) -> FactsByForm | None:
-    """The facts of a hub repository by its headers, at the path that a download into `cache` would have: nodes read the
-    repository and its commit from it. None where only a download says all (GGUF). With `takes_main` what this machine
-    knows without network is enough, and the revision may be "main"; with `from_catalog` the hub is asked only for a
-    model that the catalogue does not have. Raises HubError."""
-    is_known = from_catalog and catalog.find(name) is not None
+def _from_listing(source: sources.Source) -> tuple[Facts, sources.Listing]:
+    """The facts of a source that is no hub, by config.json and the sizes of its files.  Raises PenstockError."""
+    folder = fetch.kept(source)
+    if folder is not None:
+        facts = manifest.read(folder)
+        assert facts is not None, "what is kept has a manifest"
+        return read_folder(folder, str(source)), sources.Listing(source, facts.revision, {})
+    listing = sources.resolve(source)
+    names = [name for name in (files.CONFIG, files.INDEX, _MODELOPT) if name in listing.files]
+    if files.CONFIG not in names:
+        raise _no_config(str(source))
+    slug = source.name.replace("://", "--").replace("/", "--")
+    folder = paths.home() / "cache" / "facts" / f"{source.kind}--{slug}" / listing.commit
+    texts = msgspec.structs.replace(listing, files={name: listing.files[name] for name in names})
+    FilesFetch(texts, Layout(folder)).run(lambda _: None)
+    n_bytes = sum(file.size for name, file in listing.files.items() if name.endswith(".safetensors"))
+    config = read_folder(folder, str(source))
+    words = f"{source}: config.json, and the sizes of its files"
+    return msgspec.structs.replace(config, source=words, index_bytes=n_bytes or None, notes=()), listing
+
+
+def read_remote(
+    reference: str, cache: Path | None, takes_main: bool = False, from_catalog: bool = False
+) -> FactsByForm | None:
+    """The facts of a model that is fetched, without its weights, at the path that a fetch into `cache` would have:
+    nodes read the source and its version from it. None where only a fetch says all (GGUF).
+
+    Of a hub's: with `takes_main` what this machine knows without network is enough, and the revision may be "main";
+    with `from_catalog` the hub is asked only for a model that the catalogue does not have. Raises PenstockError."""
+    source = sources.parse(reference)
+    if source.inside is not None:
+        return None
+    if source.kind != "hub":
+        whole, listing = _from_listing(source)
+        record = _record(whole, fetch.folder_of(listing, None, cache), "safetensors", ())
+        return {"safetensors": (whole, msgspec.structs.replace(record, weights_bytes=whole.index_bytes or 0))}
+    is_known = from_catalog and source.revision is None and catalog.find(source.name) is not None
     try:
-        whole = _from_catalog(name) if is_known else read(name)
+        whole = _from_catalog(reference) if is_known else read(reference)
     except HubError as error:
         if error.is_missing:  # no config.json
             return None
         raise
-    kept = _read_kept(name)
+    kept = _read_kept(source.name, source.revision)
     commit = kept.commit if kept is not None else None
     if not takes_main and (not whole.tensors or commit is None):
         return None
-    path = cache / f"models--{name.replace('/', '--')}" / "snapshots" / (commit or "main")
-    record = _record(whole, path, "safetensors", ())
+    listing = sources.Listing(source, commit or source.revision or "main", {})
+    record = _record(whole, fetch.folder_of(listing, None, cache), "safetensors", ())
     return {"safetensors": (whole, msgspec.structs.replace(record, weights_bytes=whole.index_bytes or 0))}
 
 
@@ -201,28 +252,28 @@ def _from_catalog(reference: str) -> Facts:
     return Facts(reference, config, source, None, exact, hub_id, tuple(notes))
 
 
-def _from_hub(name: str) -> Facts:
+def _from_hub(name: str, revision: str | None = None) -> Facts:
     """The facts of a hub repository. Asks for config.json each time, for the rest once a commit.  Raises UserError."""
     if hub.is_offline():
-        if (facts := _without_network(name, "HF_HUB_OFFLINE is set")) is not None:
+        if (facts := _without_network(name, revision, "HF_HUB_OFFLINE is set")) is not None:
             return facts
         raise UserError(
             f'cannot fetch model "{name}": HF_HUB_OFFLINE is set, and nothing of it is kept on this machine',
             hint=f"Unset HF_HUB_OFFLINE, or give a folder with its config.json. {_suggestion(name)}".rstrip(),
         )
     try:
-        config, commit = hub.read_json(name, "config.json")
+        config, commit = hub.read_json(name, files.CONFIG, revision)
     except HubError as error:
-        if (facts := _without_network(name, error.message)) is not None:
+        if (facts := _without_network(name, revision, error.message)) is not None:
             return facts
         error.hint = f"{error.hint} {_suggestion(name)}".rstrip()
         raise
-    kept = _read_kept(name)
+    kept = _read_kept(name, revision)
     if kept is not None and commit is not None and kept.commit == commit:
         return kept.facts
-    facts, is_whole = _fetch(name, config)
+    facts, is_whole = _fetch(name, revision, config)
     if is_whole and commit is not None:
-        _write_kept(name, Kept(commit, facts))
+        _write_kept(name, revision, Kept(commit, facts))
     return facts
 
 
@@ -232,18 +283,18 @@ def _suggestion(name: str) -> str:
     return f"Did you mean {', '.join(names[:_MOST_NAMES])}{more}?" if names else ""
 
 
-def _fetch(name: str, config: dict[str, Any]) -> tuple[Facts, bool]:
+def _fetch(name: str, revision: str | None, config: dict[str, Any]) -> tuple[Facts, bool]:
     """Facts from the network, and whether they are whole (nothing failed that may work next time)."""
     where = f"{name} on {hub.endpoint()}"
     n_bytes, notes, is_whole = None, [], True
     try:
         if not config.get("quantization_config"):
-            config = _with_modelopt(config, _optional(name, _MODELOPT))
-        index = _optional(name, files.INDEX)
+            config = _with_modelopt(config, _optional(name, _MODELOPT, revision))
+        index = _optional(name, files.INDEX, revision)
         n_bytes = None if index is None else _total_size(index)
         shards = [_SINGLE] if index is None else files.shards_of(index)
         if shards:
-            tensors, n_bytes = _joined(hub.read_headers(name, shards))
+            tensors, n_bytes = _joined(hub.read_headers(name, shards, revision))
             return Facts(name, config, f"{where}: {len(shards)} safetensors headers", tensors, n_bytes, name), True
     except HubError as error:
         is_whole = error.is_missing
@@ -251,29 +302,29 @@ def _fetch(name: str, config: dict[str, Any]) -> tuple[Facts, bool]:
             notes.append(f"the safetensors headers could not be read ({error.message}): the config alone was counted")
     if is_whole and n_bytes is None:
         with contextlib.suppress(HubError):  # only a cross-check: weights in the old format have no headers
-            n_bytes = _total_size(_optional(name, _OLD_INDEX) or {})
+            n_bytes = _total_size(_optional(name, _OLD_INDEX, revision) or {})
     what = "index" if n_bytes else "config.json alone"
     return Facts(name, config, f"{where}: {what}", None, n_bytes, name, tuple(notes)), is_whole
 
 
-def _optional(name: str, path: str) -> dict[str, Any] | None:
+def _optional(name: str, path: str, revision: str | None) -> dict[str, Any] | None:
     try:
-        return hub.read_json(name, path)[0]
+        return hub.read_json(name, path, revision)[0]
     except HubError as error:
         if error.is_missing:
             return None
         raise
 
 
-def _without_network(name: str, why: str) -> Facts | None:
+def _without_network(name: str, revision: str | None, why: str) -> Facts | None:
     """What this machine has of a repository: our cache, else the hub's own cache, else the catalogue's copy."""
-    kept, snapshot = _read_kept(name), hub.snapshot(name)
+    kept, snapshot = _read_kept(name, revision), fetch.found(sources.Source("hub", name, revision))
     if kept is not None:
         facts, source = kept.facts, f"what an earlier plan read of {name}"
     elif snapshot is not None and (snapshot / "config.json").is_file():
         facts = msgspec.structs.replace(read_folder(snapshot, name), hub_id=name)
         source = f"the hub's cache in {snapshot}"
-    elif catalog.find(name):
+    elif revision is None and catalog.find(name):
         facts = _from_catalog(name)
         source = facts.source
     else:
@@ -281,19 +332,20 @@ def _without_network(name: str, why: str) -> Facts | None:
     return msgspec.structs.replace(facts, notes=(f"{why}; using {source}", *facts.notes))
 
 
-def _kept_path(name: str) -> Path:
-    return paths.home() / "cache" / "facts" / f"{name.replace('/', '--')}.json"
+def _kept_path(name: str, revision: str | None) -> Path:
+    file = name.replace("/", "--") + (f"@{revision}" if revision else "")
+    return paths.home() / "cache" / "facts" / f"{file}.json"
 
 
-def _read_kept(name: str) -> Kept | None:
+def _read_kept(name: str, revision: str | None) -> Kept | None:
     try:
-        return msgspec.json.decode(_kept_path(name).read_bytes(), type=Kept)
+        return msgspec.json.decode(_kept_path(name, revision).read_bytes(), type=Kept)
     except (OSError, msgspec.DecodeError):  # absent, or written by another version: it is read anew
         return None
 
 
-def _write_kept(name: str, kept: Kept) -> None:
-    path = _kept_path(name)
+def _write_kept(name: str, revision: str | None, kept: Kept) -> None:
+    path = _kept_path(name, revision)
     with contextlib.suppress(OSError):  # a home that cannot be written costs the next plan a few requests, no more
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, msgspec.json.encode(kept))

@@ -17,11 +17,15 @@ import msgspec
 
 from penstock import paths
 from penstock.errors import PenstockError, UserError
-from penstock.models import fetch_lock, hub, manifest, sources
-from penstock.models.fetch_files import FilesFetch, Layout, Peers, Progress
-from penstock.models.sources import Listing, Source
+from penstock.models import fetch_lock, files, hub, manifest, sources
+from penstock.models.fetch_files import NOTES, FilesFetch, Layout, Peers, Progress
+from penstock.models.sources import PLAIN, Listing, Source, Wanted
+from penstock.spec.deployment import Deployment
 
-__all__ = ["FetchPlan", "Layout", "Progress", "fetch", "folder_of", "found", "kept", "prepare"]
+__all__ = [
+    "FetchPlan", "Layout", "Progress", "fetch", "folder_of", "found", "is_broken_off", "kept", "locate", "path_in",
+    "prepare",
+]  # fmt: skip
 
 Show = Callable[[Progress], None]
 _GB = 10**9
@@ -46,9 +50,8 @@ def fetch(
     source: Source,
     to: Path | None = None,
     cache: Path | None = None,
+    wanted: Wanted = PLAIN,
     *,
-    allow_pickle: bool = False,
-    with_code: bool = False,
     show: Show = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
     peers: Peers | None = None,
@@ -61,16 +64,22 @@ def fetch(
     """
 
     def resolve() -> Listing:
-        return sources.resolve(source, allow_pickle, with_code)
+        return sources.resolve(source, wanted.pickles, wanted.code)
 
     try:
         listing = resolve() if peers is None else peers.listing(resolve)
     except hub.HubError as exc:
-        folder = kept(source, cache) if exc.status is None and to is None else None
+        folder = _usable(source, cache) if exc.is_retryable and to is None else None
         if folder is None:
             raise
         say(f"{exc.message}; using what was fetched before")
         return folder
+    if wanted.commit not in (None, listing.commit):
+        raise UserError(
+            f'cannot fetch "{source}": its files have changed since this was planned',
+            detail=f"Planned with version {str(wanted.commit)[:12]}; now it is {listing.commit[:12]}.",
+            hint="Plan again: penstock up --replace",
+        )
     layout = _layout(listing, to, cache)
     if _has(layout.folder, listing):
         _keep_name(listing, layout)
@@ -86,6 +95,31 @@ def fetch(
             return layout.folder
         raise _disk_error(plan, exc) from exc
     return layout.folder
+
+
+def locate(deployment: Deployment, show: Show = lambda _: None, say: Callable[[str], None] = lambda _: None) -> Path:
+    """The folder of a deployment's model, or its GGUF file, on this machine; fetched first where it comes from
+    elsewhere.  Raises as `fetch`, and UserError for no such folder."""
+    source = sources.of_deployment(deployment)
+    if source is None:
+        return files.locate(deployment)
+    folder = fetch(
+        source,
+        cache=Path(deployment.cache.folder).expanduser() if deployment.cache.folder else None,
+        wanted=Wanted(deployment.cache.allow_pickle, sources.runs_code(deployment.engine.flags)),
+        show=show,
+        say=say,
+    )
+    return path_in(folder, source)
+
+
+def path_in(folder: Path, source: Source) -> Path:
+    """What an engine opens of a fetched source: the folder, or the GGUF file that the source names."""
+    if source.inside in (None, "gguf"):
+        return folder
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    chosen = [name for name in sources.choose(str(source), names, source.inside) if name.lower().endswith(".gguf")]
+    return folder / chosen[0]
 
 
 def prepare(listing: Listing, to: Path | None = None, cache: Path | None = None) -> FetchPlan:
@@ -113,6 +147,17 @@ def kept(source: Source, cache: Path | None = None) -> Path | None:
     return folder if folder is not None and manifest.fits(folder) else None
 
 
+def _usable(source: Source, cache: Path | None) -> Path | None:
+    """What is here when the source cannot be asked: what fits its manifest, or another program's copy that lacks no
+    weights."""
+    folder = found(source, cache)
+    if folder is None or manifest.fits(folder):
+        return folder
+    names = files.wanted_shards(folder) if source.inside is None else []
+    weights = [folder / name for name in names] or files.gguf_parts(folder)
+    return folder if manifest.read(folder) is None and weights and all(path.is_file() for path in weights) else None
+
+
 def found(source: Source, cache: Path | None = None) -> Path | None:
     """The folder where this machine keeps a source, whole or in part; None when it has none. Asks nobody."""
     commit = source.revision or ("main" if source.kind == "hub" else "")
@@ -124,6 +169,11 @@ def found(source: Source, cache: Path | None = None) -> Path | None:
         versions = [path for path in folder.glob("*/") if (path / manifest.NAME).is_file()]
         folder = max(versions, key=lambda path: (path / manifest.NAME).stat().st_mtime, default=folder)
     return folder if folder.is_dir() else None
+
+
+def is_broken_off(folder: Path) -> bool:
+    """Whether a fetch into that folder has begun and not ended."""
+    return (folder / NOTES).exists()
 
 
 def _layout(listing: Listing, to: Path | None, cache: Path | None) -> Layout:
@@ -156,15 +206,15 @@ def _fetch_missing(
     plan: FetchPlan, layout: Layout, show: Show, say: Callable[[str], None], peers: Peers | None
 ) -> None:
     layout.root.mkdir(parents=True, exist_ok=True)
-    files = FilesFetch(plan.listing, layout, peers)
-    with fetch_lock.FetchLock(layout.root, say, lambda: files.progress().line) as lock:
+    under_way = FilesFetch(plan.listing, layout, peers)
+    with fetch_lock.FetchLock(layout.root, say, lambda: under_way.progress().line) as lock:
         if peers is not None:
             peers.begin(plan.listing, layout)
         if _has(layout.folder, plan.listing):  # by the process that this one waited for
             _finish(peers)
             return
         began = time.monotonic()
-        entries = files.run(show, lambda: lock.is_lost)
+        entries = under_way.run(show, lambda: lock.is_lost)
         seconds = time.monotonic() - began
         before = manifest.read(layout.folder)
         if before is not None and before.revision == plan.listing.commit:
@@ -174,8 +224,8 @@ def _fetch_missing(
         _finish(peers)
         layout.remove_notes()
         _keep_name(plan.listing, layout)
-    if files.n_fetched_bytes > _LEAST_MEASURED_BYTES:
-        _write_rate(_host(plan.listing.source), files.n_fetched_bytes / seconds)
+    if under_way.n_fetched_bytes > _LEAST_MEASURED_BYTES:
+        _write_rate(_host(plan.listing.source), under_way.n_fetched_bytes / seconds)
 
 
 def _finish(peers: Peers | None) -> None:

@@ -69,10 +69,14 @@ class Progress(msgspec.Struct, frozen=True):
         return (self.total_bytes - self.n_bytes) / self.rate_bytes_per_s if self.rate_bytes_per_s else None
 
     @property
+    def done(self) -> str:
+        """ "17/30 files, 12.3 GiB of 30.0 GiB"."""
+        return f"{self.n_files}/{self.total_files} files, {show_bytes(self.n_bytes)} of {show_bytes(self.total_bytes)}"
+
+    @property
     def line(self) -> str:
         """ "17/30 files, 12.3 GiB of 30.0 GiB, 1.1 GiB/s, 16.1 s left"."""
-        words = [f"{self.n_files}/{self.total_files} files"]
-        words.append(f"{show_bytes(self.n_bytes)} of {show_bytes(self.total_bytes)}")
+        words = [self.done]
         if self.rate_bytes_per_s and self.left_s is not None:
             words += [f"{show_bytes(self.rate_bytes_per_s)}/s", f"{show_seconds(self.left_s)} left"]
         return ", ".join([*words, *([self.note] if self.note else [])])
@@ -263,6 +267,11 @@ class FilesFetch:
         """Use what another program fetched, once its hash is right."""
         for present in (path, self._layout.blob(file)):
             if present is None or _size(present) != file.size:
+                continue
+            try:
+                hub.check_inside(present, self._layout.folder)
+            except ValueError:  # a link out of the cache is no file of it, and where it leads is left alone
+                present.unlink()
                 continue
             try:
                 with self._noted(name, "reading what is here"):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import UserError
-from penstock.models import Header, StoredTensor, catalog, hub
+from penstock.models import Header, StoredTensor, catalog
 from penstock.spec.deployment import DEMO_MODEL, Deployment
 
 BUNDLED = Path(__file__).parent / "demo_model"
@@ -20,7 +20,10 @@ PATTERNS = {
     "safetensors": ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.txt", "*.model", "tiktoken*"),
     "gguf": ("*.gguf", "*.json", "*.jinja"),
 }
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
+# Files that run code of their author when they are loaded: https://docs.python.org/3/library/pickle.html
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 
@@ -32,26 +35,19 @@ class _Row(msgspec.Struct, frozen=True):
 
 
 def locate(deployment: Deployment) -> Path:
-    """The folder of the model: bundled, local, or downloaded from the hub (resumed, cached).  Raises UserError."""
+    """The folder or GGUF file of a model that is on this machine: bundled, or a path.  Raises UserError."""
     if deployment.model == DEMO_MODEL:
         return BUNDLED
-    path = Path(deployment.model).expanduser()
+    path = Path(deployment.model.removeprefix("file://")).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path.resolve()
-    if not hub.is_id(deployment.model) or path.exists():
-        known = None if "/" in deployment.model else catalog.find(deployment.model)
-        hub_id = catalog.model(known).hf_id if known else None
-        raise UserError(
-            f'cannot use model "{deployment.model}": no such folder',
-            detail="A model is a hub id (organisation/name), a folder, or penstock-demo.",
-            hint=f"Give its hub id: {hub_id}."
-            if hub_id
-            else "Check the path, or give a hub id such as Qwen/Qwen3-0.6B.",
-        )
-    patterns = PATTERNS["safetensors"]
-    if deployment.engine.kind == "llamacpp" or deployment.model.lower().endswith("gguf"):
-        patterns = (*PATTERNS["gguf"][1:], *choose_gguf(hub.list_files(deployment.model)))
-    return hub.download(deployment.model, patterns, deployment.cache.folder)
+    known = None if "/" in deployment.model else catalog.find(deployment.model)
+    hub_id = catalog.model(known).hf_id if known else None
+    raise UserError(
+        f'cannot use model "{deployment.model}": no such folder',
+        detail="A model is a hub id (organisation/name), a folder, or penstock-demo.",
+        hint=f"Give its hub id: {hub_id}." if hub_id else "Check the path, or give a hub id such as Qwen/Qwen3-0.6B.",
+    )
 
 
 def patterns_of(form: str, inside: str = "") -> tuple[str, ...]:
@@ -100,6 +96,11 @@ def wanted_shards(folder: Path) -> list[str]:
     except (OSError, ValueError):
         return []
     return shards_of(index) if isinstance(index, dict) else []
+
+
+def pickles(folder: Path) -> list[Path]:
+    """The pickled weights in a folder, which can run code when they are loaded."""
+    return [path for path in sorted(folder.iterdir()) if path.name.endswith(PICKLES) and path.is_file()]
 
 
 def shards_of(index: Mapping[str, Any]) -> list[str]:

@@ -28,6 +28,8 @@ _N_AT_ONCE = 8
 _OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 # Of huggingface_hub's cache: models--Qwen--Qwen3-0.6B/snapshots/c1899de289a04d12100db370d81485cdf75e47ca/...
 _IN_CACHE = re.compile(r"(.*)/(models--[^/]+)/snapshots/([^/]+)(?:/(.+))?\Z")
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_ID = re.compile(rf"({_NAME}/{_NAME})(?:@([A-Za-z0-9._-]+))?(?::([A-Za-z0-9._-]+)|/(.+\.(?:gguf|GGUF)))?\Z")
 # The values that huggingface_hub takes as true (`huggingface_hub/constants.py`).
 _TRUE = ("1", "ON", "YES", "TRUE")
 # `x-error-code` of an answer -> class of huggingface_hub.errors.
@@ -57,6 +59,14 @@ class InCache(NamedTuple):
     folder: str
     revision: str
     inside: str
+
+
+class HubId(NamedTuple):
+    """A repository, a branch, tag or commit of it, and a GGUF file of it or a word in that file's name."""
+
+    name: str
+    revision: str | None
+    inside: str | None
 
 
 class HubError(UserError):
@@ -90,22 +100,16 @@ def cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
 
 
-def snapshot(name: str, folder: Path | None = None) -> Path | None:
-    """The folder where a cache keeps the main revision of a repository, whole or in part; None when it has none.
-    Read from the documented layout: `snapshot_download(local_files_only=True)` refuses one that lacks a file.
-    https://huggingface.co/docs/huggingface_hub/guides/manage-cache"""
-    repository = (folder or cache()) / f"models--{name.replace('/', '--')}"
-    try:
-        commit = (repository / "refs" / "main").read_text("utf-8").strip()
-    except OSError:
-        return None
-    snapshot = repository / "snapshots" / commit
-    return snapshot if snapshot.is_dir() else None
+def parse_id(model: str) -> HubId | None:
+    """ "org/name", "org/name@revision", "org/name:Q4_K_M", "hf://org/name@revision/file.gguf"; None for any other name.
+    A folder here may still have that name. Pure."""
+    match = _ID.match(model.removeprefix("hf://"))
+    return None if match is None or ".." in model else HubId(match[1], match[2], match[3] or match[4])
 
 
 def is_id(model: str) -> bool:
-    """Whether a model's name has the form of a hub id; a folder here may still have that name. Pure."""
-    return model.count("/") == 1 and not model.startswith(("/", "./", "../", "~"))
+    """Whether a model's name has the form of a hub id. Pure."""
+    return parse_id(model) is not None
 
 
 def in_cache(path: str) -> InCache | None:
@@ -123,15 +127,15 @@ def check_inside(path: Path, folder: Path) -> None:
         raise ValueError(f"it is a link out of {root}")
 
 
-def read_json(name: str, path: str) -> tuple[dict[str, Any], str | None]:
-    """A JSON file of a repository, and its commit.  Raises HubError."""
+def read_json(name: str, path: str, revision: str | None = None) -> tuple[dict[str, Any], str | None]:
+    """A JSON file of a repository (its main branch without a revision), and its commit.  Raises HubError."""
     library = _library(name)
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     def fetch() -> tuple[bytes, str | None]:
         headers = build_hf_headers(library_name="penstock", library_version=__version__)
         answer = get_session().get(
-            library.hf_hub_url(name, path, endpoint=endpoint()), headers=headers, timeout=_TIMEOUT_S
+            library.hf_hub_url(name, path, revision=revision, endpoint=endpoint()), headers=headers, timeout=_TIMEOUT_S
         )
         hf_raise_for_status(answer)
         return answer.content, answer.headers.get("X-Repo-Commit")
@@ -148,23 +152,19 @@ def read_json(name: str, path: str) -> tuple[dict[str, Any], str | None]:
         raise HubError(message, detail=endpoint(), hint=hint, status=200) from exc
 
 
-def read_headers(name: str, paths: Sequence[str]) -> list[Header]:
+def read_headers(name: str, paths: Sequence[str], revision: str | None = None) -> list[Header]:
     """The headers of several safetensors files, eight at once, in the order of `paths`.  Raises HubError."""
     api = _library(name).HfApi(endpoint=endpoint(), library_name="penstock", library_version=__version__)
 
     def read(path: str) -> Header:
-        rows = asked(name, lambda: api.parse_safetensors_file_metadata(name, path, timeout=_TIMEOUT_S)).tensors
+        rows = asked(
+            name, lambda: api.parse_safetensors_file_metadata(name, path, revision=revision, timeout=_TIMEOUT_S)
+        ).tensors
         tensors = tuple(StoredTensor(key, str(row.dtype), tuple(row.shape)) for key, row in rows.items())
         return Header(tensors, sum(row.data_offsets[1] - row.data_offsets[0] for row in rows.values()))
 
     with ThreadPoolExecutor(_N_AT_ONCE) as pool:
         return list(pool.map(read, paths))
-
-
-def download(name: str, patterns: Sequence[str], folder: str | None = None, revision: str | None = None) -> Path:
-    """The repository's files that match, fetched into the cache where they are missing.  Raises HubError."""
-    fetch = _library(name).snapshot_download
-    return Path(asked(name, lambda: fetch(name, revision=revision, allow_patterns=[*patterns], cache_dir=folder), 1))
 
 
 def list_sizes(name: str, patterns: Sequence[str], revision: str | None = None) -> tuple[str, dict[str, int]]:
@@ -187,12 +187,6 @@ def list_hashes(name: str, revision: str | None = None) -> tuple[str, dict[str, 
         size = lfs.size if lfs is not None else file.size
         rows[str(file.rfilename)] = (int(size or 0), lfs and str(lfs.sha256), None if lfs else file.blob_id)
     return str(facts.sha), rows
-
-
-def list_files(name: str) -> list[str]:
-    """The files of a repository.  Raises HubError."""
-    list_repo_files = _library(name).list_repo_files
-    return list(asked(name, lambda: list_repo_files(name), 1))
 
 
 def _library(name: str) -> Any:

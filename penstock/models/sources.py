@@ -22,6 +22,8 @@ import msgspec
 from penstock.errors import UserError
 from penstock.models import files, hub
 from penstock.models.part_file import PartFile
+from penstock.spec.deployment import Deployment
+from penstock.text import bare_flag
 
 Kind = Literal["hub", "modelscope", "store", "folder"]
 # What resolves a kind of source.
@@ -39,12 +41,7 @@ FETCHERS: dict[Kind, str] = {
     "store": "penstock.models.object_store:fetch_file",
 }
 _BLOCK_BYTES = 1 << 20
-# Files that run code of their author when they are loaded: https://docs.python.org/3/library/pickle.html
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _STORES = ("s3://", "gs://", "az://")
-_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-# hf://org/name@revision/file.gguf, org/name:Q4_K_M
-_REPOSITORY = re.compile(rf"({_NAME}/{_NAME})(?:@([A-Za-z0-9._-]+))?(?::([A-Za-z0-9._-]+)|/(.+))?\Z")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 # Copies of the weights, or of other programs' forms of them.
 _NOT_OURS = ("original/*", "onnx/*", "openvino/*", "coreml/*", "MANIFEST.json", ".*", "*/.*")
@@ -62,6 +59,17 @@ class Source(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         front = {"hub": "hf://", "modelscope": "ms://"}.get(self.kind, "")
         return f"{front}{self.name}" + (f"@{self.revision}" if self.revision else "")
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What a fetch may bring: pickled weights where there are no others, Python files; `commit`: no other version."""
+
+    pickles: bool = False
+    code: bool = False
+    commit: str | None = None
+
+
+PLAIN = Wanted()  # weights that run no code, in the version that the source has now
 
 
 class RemoteFile(msgspec.Struct, frozen=True):
@@ -99,13 +107,32 @@ def parse(text: str, revision: str | None = None) -> Source:
             raise UserError(f'cannot fetch model "{text}": no such folder', hint="Check the path.")
         return Source("folder", str(path.resolve()))
     kind: Kind = "modelscope" if text.startswith("ms://") else "hub"
-    match = _REPOSITORY.match(text.removeprefix("ms://").removeprefix("hf://"))
-    if match is None or ".." in text:
+    repository = hub.parse_id(text.removeprefix("ms://"))
+    if repository is None:
         raise UserError(
             f'cannot fetch model "{text}": it is no model\'s name',
             hint="A hub id (org/name, hf://org/name@revision), ms://org/name, s3:// gs:// az://, or a folder.",
         )
-    return Source(kind, match[1], revision or match[2], match[3] or match[4])
+    return Source(kind, repository.name, revision or repository.revision, repository.inside)
+
+
+def of_deployment(deployment: Deployment) -> Source | None:
+    """Where a deployment's model is fetched from; None for the bundled one and for a folder or file of this machine."""
+    if not is_remote(deployment.model):
+        return None
+    source = parse(deployment.model)
+    wants_gguf = deployment.engine.kind == "llamacpp" or source.name.lower().endswith("gguf")
+    return msgspec.structs.replace(source, inside=source.inside or ("gguf" if wants_gguf else None))
+
+
+def is_remote(model: str) -> bool:
+    """Whether a model is fetched: a hub id that no folder here has as its name, or a URL."""
+    return model.startswith((*_STORES, "ms://")) or (hub.is_id(model) and not Path(model).exists())
+
+
+def runs_code(flags: Mapping[str, object]) -> bool:
+    """Whether an engine with these flags runs Python files of the model's author."""
+    return any(bare_flag(name) == "trust-remote-code" and value is True for name, value in flags.items())
 
 
 def resolve(source: Source, allow_pickle: bool = False, with_code: bool = False) -> Listing:
@@ -152,7 +179,7 @@ def choose(
         weights = [name for name in top if not name.startswith("consolidated")] or top
     else:
         weights = files.choose_gguf(usable)
-    pickles = [name for name in usable if name.endswith(PICKLES)]
+    pickles = [name for name in usable if name.endswith(files.PICKLES)]
     if not weights and pickles and allow_pickle:
         weights = pickles
     if not weights:

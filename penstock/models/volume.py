@@ -45,7 +45,7 @@ def fetch(name: str, path: str, form: str, say: Say) -> str:
 
     Raises UserError: no such model, no access, too little space, files of another size than the hub's.
     """
-    place = _place(path)
+    place, name = _place(path), sources.parse(name).name
     repository = Path(place.cache) / place.folder
     wanted_folder = repository / "snapshots" / place.revision
     if (wanted_folder / MARKER).is_file():

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 
 from penstock import processes
+from penstock.node import staging
 from penstock.paths import every_temporary, is_held, is_of_engine, remove_temporary
 
 _OLD_S = 60.0  # a folder that is just made is locked a moment later
@@ -26,6 +27,7 @@ def main(argv: Sequence[str]) -> int:
     for process in processes.sweep(run, replica):
         print(f"penstock: ended {process.role or 'process'} {process.pid}, left behind: {process.command}", flush=True)
     remove_temporary(launch, replica)
+    _remove_copies()
     return 0
 
 
@@ -41,6 +43,13 @@ def remove_lost_folders() -> None:
             is_old = status.st_uid == os.getuid() and time.time() - status.st_mtime > _OLD_S
             if is_old and run_id not in living and is_of_engine(path) and not is_held(path):
                 shutil.rmtree(path)
+    _remove_copies()
+
+
+def _remove_copies() -> None:
+    """The passing copies of weights that no node of this machine uses."""
+    for folder in staging.scratch_folders():
+        staging.remove_unused(folder)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import PenstockError, UserError
-from penstock.models import ModelFacts, demo, fetch, hub
+from penstock.models import ModelFacts, demo, fetch, hub, sources
 from penstock.models.files import BUNDLED
 from penstock.models.sources import Source
 from penstock.node.staging import Show, Stage
@@ -20,20 +20,20 @@ def on_this_node(plan: Plan, stage: Stage, show: Show = lambda _: None) -> Plan:
     """The plan with the model's files where this machine has them: it may have been made on another.
 
     The bundled model is in every copy of penstock; a folder must be at the same path, or come from a node that has it;
-    a hub model comes from this machine's own cache, other nodes, or the hub, in the same revision. `show` gets the
-    progress of what is fetched. Blocks.  Raises PenstockError.
+    any other model comes from this machine's own cache, other nodes, or its source, in the same revision. `show` gets
+    the progress of what is fetched. Blocks.  Raises PenstockError.
     """
     model = plan.model
     if model.reference == DEMO_MODEL:
         path = str(demo.gguf_file() if model.form == "gguf" else BUNDLED)
     elif "://" in model.path:  # the engine reads a URL itself
         return plan
-    elif place := hub.in_cache(model.path):
-        path = _hub_model_here(model, place, stage, show)
-    elif stage.is_for(model.path):
+    elif Path(model.path).exists() and not fetch.is_broken_off(Path(model.path)):
+        path = _copy_here(model.path, stage, show) if stage.is_for(model.path) else model.path
+    elif sources.is_remote(model.reference):
+        path = _fetched(model, stage, show)
+    elif stage.is_for(model.path):  # another node may have it
         path = _copy_here(model.path, stage, show)
-    elif Path(model.path).exists():
-        return plan
     else:
         raise UserError(
             f'cannot find model "{model.reference}": there is no "{model.path}" on {socket.gethostname()}',
@@ -44,14 +44,25 @@ def on_this_node(plan: Plan, stage: Stage, show: Show = lambda _: None) -> Plan:
     )
 
 
-def _hub_model_here(model: ModelFacts, place: hub.InCache, stage: Stage, show: Show) -> str:
-    """The path of a hub model that may have another one elsewhere."""
-    if Path(model.path).exists() and not stage.is_for(model.path):
-        return model.path
-    source = Source("hub", model.reference, place.revision, place.inside or None)
+def _fetched(model: ModelFacts, stage: Stage, show: Show) -> str:
+    """The path of a model that is fetched, and may have another one elsewhere."""
+    commit: str | None = None
+    source, place = sources.parse(model.reference), hub.in_cache(model.path)
+    if source.kind == "hub" and place is not None:
+        inside = place.inside
+        source = msgspec.structs.replace(source, revision=place.revision)
+    else:  # such sources have no versions to ask for
+        commit, inside = _version(model)
+    source = msgspec.structs.replace(source, inside=inside or None)
     here = fetch.found(source)
-    folder = stage.bring(source, str(here or hub.cache()), show)
-    return str(folder / place.inside)
+    return str(stage.bring(source, str(here or hub.cache()), show, commit) / inside)
+
+
+def _version(model: ModelFacts) -> tuple[str, str]:
+    """The folder of a path like .../s3--bucket--name/COMMIT/file.gguf, which names the version, and what follows."""
+    path = Path(model.path)
+    folder = path if model.form != "gguf" else next(p for p in path.parents if "--" in p.parent.name)
+    return folder.name, "" if folder == path else str(path.relative_to(folder))
 
 
 def _copy_here(path: str, stage: Stage, show: Show) -> str:

@@ -31,7 +31,7 @@ from penstock.node.group.rendezvous import BoardClient
 _PIECE_BYTES = 1 << 20
 _CONNECT_S = 3.0
 _SILENT_S = WAIT_S + 5.0
-_SETTLE_S = 1.0  # nodes that start together see each other within it
+_JOINING_S = 8.0  # a node that comes and dies without a turn is forgotten within it
 _BOARD_S = 30.0  # without a gateway so long, a node goes on alone
 _SOURCE_S = 10.0  # so long a node without the source waits for another node
 _LEFT_OUT_S = 30.0
@@ -86,9 +86,10 @@ class Line(Peers):
             else:
                 try:
                     return resolve()
-                except PenstockError:
+                except PenstockError as exc:
                     self._change(has_source=False)
-                    if time.monotonic() > deadline or not self._others_have_source():
+                    may_come = exc.is_retryable or self._others_have_source()
+                    if time.monotonic() > deadline or not may_come:
                         raise
             time.sleep(_PAUSE_S)
 
@@ -148,8 +149,12 @@ class Line(Peers):
         self._board.wait_posted(_BOARD_S)
         self._check_stopped()
         self._change(seq=1 + max((member.seq for member in self._others()), default=0))
-        self._board.wait_posted(_SETTLE_S)
-        time.sleep(_SETTLE_S)
+        self._board.wait_posted(_BOARD_S)
+        # Of two that come together each sees the other without a turn, or with one: none takes itself for the first.
+        deadline = time.monotonic() + _JOINING_S
+        while time.monotonic() < deadline and any(not member.seq for member in self._others()):
+            self._check_stopped()
+            time.sleep(_PAUSE_S)
 
     def _change(self, **fields: object) -> None:
         self._own = msgspec.structs.replace(self._own, **fields)

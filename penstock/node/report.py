@@ -14,7 +14,6 @@ from penstock.node.announcer import Announcer
 from penstock.node.load_choice import Chosen
 from penstock.node.ready_file import ReadyFile
 from penstock.run_folder import Launch
-from penstock.text import show_bytes
 from penstock.wire.announcement import (
     SERVING,
     Announcement,
@@ -107,11 +106,10 @@ class ReplicaReport:
 
     def show(self, progress: FetchProgress) -> None:
         """Announce how far the model's files are."""
+        self._times.enter("fetch", time.monotonic())
         fraction = progress.n_bytes / progress.total_bytes if progress.total_bytes else 1.0
-        stage = f"weights {progress.n_files}/{progress.total_files} files, {show_bytes(progress.n_bytes)}"
-        stage += f" of {show_bytes(progress.total_bytes)}"
         seen = Progress(
-            f"{stage}, {progress.note}" if progress.note else stage,
+            f"fetching {progress.done}" + (f", {progress.note}" if progress.note else ""),
             bytes_per_s=progress.rate_bytes_per_s,
             eta_s=progress.left_s,
             fraction=fraction,

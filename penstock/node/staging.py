@@ -20,14 +20,12 @@ from typing import IO
 
 from penstock import paths
 from penstock.errors import PenstockError, UserError
-from penstock.models import fetch, read_rate
+from penstock.models import fetch, read_rate, sources
 from penstock.models.fetch_files import Progress
-from penstock.models.sources import Source
+from penstock.models.sources import Source, Wanted
 from penstock.node.announcer import AdminClient
 from penstock.node.peers import Line
-from penstock.planner import Plan
 from penstock.run_folder import Launch
-from penstock.text import bare_flag
 
 _USED = ".in-use"
 
@@ -51,9 +49,9 @@ class Stage:
         setting = self._launch.cache.stage
         return setting != "none" and (setting != "auto" or _is_remote(path))
 
-    def bring(self, source: Source, beside: str, show: Show) -> Path:
-        """The folder with the files, whole; `beside`: where they would be without a copy. Blocks.
-        Raises PenstockError."""
+    def bring(self, source: Source, beside: str, show: Show, commit: str | None = None) -> Path:
+        """The folder with the files, whole; `beside`: where they would be without a copy; `commit`: no other version.
+        Blocks.  Raises PenstockError."""
         has_peers = self._launch.is_spread and self._admin is not None
         line = Line(self._admin, str(source), self._is_stopped) if has_peers and self._admin else None
 
@@ -67,8 +65,7 @@ class Stage:
         return fetch.fetch(
             source,
             cache=self._folder(beside),
-            allow_pickle=self._launch.cache.allow_pickle,
-            with_code=_runs_code(self._launch.plan),
+            wanted=Wanted(self._launch.cache.allow_pickle, sources.runs_code(self._launch.plan.args), commit),
             show=on_progress,
             say=lambda text: print(f"penstock: {text}", flush=True),
             peers=line,
@@ -80,8 +77,9 @@ class Stage:
             self._scratch.leave()
 
     def _folder(self, beside: str) -> Path | None:
-        if not self.is_for(beside):
-            return None
+        if not self.is_for(beside):  # the file's own cache, where this node has it
+            cache = Path(self._launch.cache.folder or "").expanduser()
+            return cache if self._launch.cache.folder and os.access(cache, os.W_OK) else None
         if self._launch.cache.stage == "auto":
             self._scratch = self._scratch or Scratch.find()
             return self._scratch.folder if self._scratch is not None else None
@@ -150,7 +148,3 @@ def _is_remote(path: str) -> bool:
     """Whether a path, or the place where it would be made, is on a file system of other machines."""
     place = str(paths.nearest_existing(Path(path)))
     return read_rate.is_of_network(read_rate.file_system_of(os.path.realpath(place), read_rate.mounts()))
-
-
-def _runs_code(plan: Plan) -> bool:
-    return any(bare_flag(key) == "trust-remote-code" and value is True for key, value in plan.args.items())

@@ -32,6 +32,15 @@ class Forecast(msgspec.Struct, frozen=True):
     kv_cache_gib: float
 
 
+class Throughput(msgspec.Struct, frozen=True):
+    """What one replica can: tokens/s of prompts and of answers when it does only that, and requests that run at once.
+    Estimates."""
+
+    prefill_tokens_s: float
+    decode_tokens_s: float
+    max_running: int
+
+
 class Plan(msgspec.Struct, frozen=True):
     """All that an engine's command line is made of, the same for every replica of a deployment. A replica takes
     `n_nodes` machines with equally many ranks on each; `forecast` is None for what is not modelled."""
@@ -65,6 +74,7 @@ class Plan(msgspec.Struct, frozen=True):
     traces_endpoint: str | None = None  # of OTLP over HTTP
     gpu_hour_usd: float | None = None
     sleep: Sleep | None = None
+    throughput: Throughput | None = None
 
     @property
     def ranks_each(self) -> int:

@@ -7,7 +7,7 @@ import msgspec
 from penstock.errors import PlanError
 from penstock.hardware import Gpu, Machine
 from penstock.models import ModelFacts
-from penstock.planner import Device, Forecast, Key, Need, Plan, kv_bytes_per_token
+from penstock.planner import Device, Forecast, Key, Need, Plan, Throughput, kv_bytes_per_token
 from penstock.planner.request import Settings, Sizing
 from penstock.spec.deployment import Deployment, Parallel
 from penstock.text import GIB, MIB, show_bytes
@@ -29,6 +29,7 @@ class Sized(msgspec.Struct, frozen=True):
     sizing: Sizing | None = None
     key: Key | None = None
     not_modelled: str | None = None
+    throughput: Throughput | None = None
 
 
 class _Chosen(msgspec.Struct, frozen=True):
@@ -80,7 +81,8 @@ def make_on_gpus(
     else:
         chosen = _as_sized(deployment, machine, n_replicas, sized.sizing, sized.key)
     _refuse_too_few_gpus(deployment, machine, chosen.layout, n_replicas)
-    return _plan(deployment, model, machine, ("vllm", engine_version), n_replicas, chosen)
+    plan = _plan(deployment, model, machine, ("vllm", engine_version), n_replicas, chosen)
+    return msgspec.structs.replace(plan, throughput=sized.throughput)
 
 
 def check_room(deployment: Deployment, plan: Plan, machine: Machine, n_more: int) -> None:

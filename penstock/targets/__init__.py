@@ -107,6 +107,7 @@ class Facts:
     this machine's folders. `has_own_caches`: nodes download hub models themselves; with `fetches_models` by
     `cache.weights` in the target's own words, also in a revision that this machine does not know. `is_elastic`: each
     replica gets its own machines. `executor`: what starts vLLM's ranks on several nodes where the file leaves it open.
+    `order_every_s`: the autoscaler orders at most one more replica in that time.
     """
 
     name: ClassVar[str]
@@ -117,6 +118,7 @@ class Facts:
     has_own_caches: ClassVar[bool] = False
     fetches_models: ClassVar[bool] = False
     is_elastic: ClassVar[bool] = False
+    order_every_s: ClassVar[float] = 0.0
     executor: ClassVar[Literal["auto", "mp"]] = "auto"
 
     def placed(self, deployment: Deployment) -> tuple[Kind, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PenstockError, UserError
-from penstock.models import files, hub
+from penstock.models import fetch, files, sources
 from penstock.spec.deployment import DEMO_MODEL
 from penstock.wire.client import Client
 
@@ -120,7 +120,7 @@ def locate(model: str) -> Path | None:
     for folder in (path, path.parent):  # a GGUF file has it in its folder
         if (folder / _FILE).is_file() and (folder == path or path.is_file()):
             return folder / _FILE
-    snapshot = hub.snapshot(model) if model.count("/") == 1 else None
+    snapshot = fetch.found(sources.parse(model)) if sources.is_remote(model) else None
     return snapshot / _FILE if snapshot is not None and (snapshot / _FILE).is_file() else None
 
 

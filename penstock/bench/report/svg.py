@@ -18,6 +18,12 @@ DASHES = ("", "7 3", "2 3", "9 3 2 3", "5 5", "1 2", "12 4", "3 6")
 _WIDTH, _HEIGHT = 460, 290
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 34, 44
 _MOST_POINTS = 600
+# Of a file by itself; in the HTML report the page's style holds.
+_STYLE = (
+    'text{font:12px system-ui,"DejaVu Sans",sans-serif;fill:#5b5b5b}.title{font-weight:600;font-size:13px;fill:#1b1b1b}'
+    ".small{font-size:11px}.grid{stroke:#d9d9d9}.axis{stroke:#5b5b5b}.line{fill:none;stroke-width:1.5}"
+    ".dots{fill:none;stroke-width:3;stroke-linecap:round}"
+)
 Point = tuple[float, float]
 
 
@@ -58,6 +64,16 @@ def svg(chart: Chart) -> str:
         parts.append(_drawn(series, index, x_axis, y_axis))
     parts += _legend(chart.series)
     return "".join([*parts, "</svg>"])
+
+
+def standalone(charts: Sequence[Chart]) -> str:
+    """The charts, one below the other, as the text of an SVG file."""
+    height = _HEIGHT * len(charts)
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{2 * _WIDTH}">']
+    parts.append(f'<style>{_STYLE}</style><rect width="{_WIDTH}" height="{height}" fill="#fff"/>')
+    for index, chart in enumerate(charts):
+        parts.append(f'<g transform="translate(0 {index * _HEIGHT})">{svg(chart)}</g>')
+    return "".join([*parts, "</svg>\n"])
 
 
 def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> tuple[Point, ...]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import msgspec
 
+from penstock import targets
 from penstock.deployment import decisions, start_times
-from penstock.deployment.autoscale import Policy, Recent, Sample, scale
+from penstock.deployment.autoscale import Decision, Policy, Recent, Sample, scale
 from penstock.deployment.autoscale import State as Remembered
 from penstock.deployment.controller.decide import Event
 from penstock.deployment.controller.load_samples import LoadSampler
@@ -47,6 +48,7 @@ class Kept(msgspec.Struct, frozen=True):
 
     replicas: int
     remembered: Remembered
+    reason: str = "as the file says"
     ordered_at: dict[str, float] = {}
     waits_s: tuple[float, ...] = ()
 
@@ -68,6 +70,8 @@ class Scaler:
         self.events: list[Event] = []
         self.retried: frozenset[str] = frozenset()  # failed replicas that are to be started again now
         self._run, self._plan, self._replicas = run, plan, deployment.replicas
+        self._order_every_s = targets.load(deployment.target).order_every_s
+        self._ordered_more_at = 0.0
         self._sampler = LoadSampler(time.time())
         self._samples: deque[Sample] = deque(maxlen=_SAMPLES_KEPT)
         before = last.scaling if last is not None else None
@@ -76,7 +80,7 @@ class Scaler:
         self._number, self._remembered = kept.replicas, kept.remembered
         self._ordered_at, self._waits_s = dict(kept.ordered_at), kept.waits_s
         self._queued: set[str] = set()
-        self._reason, self._noted, self._noted_at = before.reason if before else "as the file says", "", 0.0
+        self._reason, self._noted, self._noted_at = kept.reason, _NUMBERS.sub("#", kept.reason), 0.0
         self._start_s: float | None = None
         self._sampled_at = self._written_at = 0.0
         self._full: tuple[int, float] | None = None  # how many had room, and until when that counts
@@ -109,24 +113,40 @@ class Scaler:
         return self._scaling(desired, look, now)
 
     def _decide(self, look: Look, now: float) -> None:
-        most, why = self._replicas.max, ""
-        if self._full is not None and now < self._full[1]:
-            most, why = max(self._full[0], self._replicas.min), f"; the target has room for {self._full[0]}"
-        remembered = msgspec.structs.replace(self._remembered, replicas=self._number)
-        policy = Policy(self._replicas, self._expected_start_s(), max_running=self._plan.max_num_seqs)
-        decision = scale(Recent(tuple(self._samples)), remembered, policy, now)
+        decision = self._ask(self._samples, now)
+        if self._queued and decision.replicas >= self._number:
+            # What waits in a queue loads nothing yet: fewer are asked for when the load needs fewer.
+            without = self._ask([_without(sample, self._queued) for sample in self._samples], now)
+            decision = without if without.replicas < self._number else decision
         self._remembered = decision.state
-        number, reason = decision.replicas, decision.reason
-        last = self._samples[-1] if self._samples else Sample(now)
+        self._set(*self._within(decision, now))
+
+    def _ask(self, samples: Iterable[Sample], now: float) -> Decision:
+        can, start_s = self._plan.throughput, self._expected_start_s()
+        policy = Policy(self._replicas, start_s, max_running=self._plan.max_num_seqs)
+        if can is not None:
+            policy = Policy(self._replicas, start_s, can.prefill_tokens_s, can.decode_tokens_s, can.max_running)
+        if self._plan.ttft_ms is not None:
+            policy = msgspec.structs.replace(policy, ttft_s=self._plan.ttft_ms / 1000)
+        remembered = msgspec.structs.replace(self._remembered, replicas=self._number)
+        return scale(Recent(tuple(samples)), remembered, policy, now)
+
+    def _within(self, decision: Decision, now: float) -> tuple[int, str]:
+        """What is decided, as far as the target has room, takes orders, and nothing is lost by it."""
+        number, reason, last = decision.replicas, decision.reason, self._samples[-1]
         is_loading = any(row.state == "starting" and row.id not in self._queued for row in last.replicas)
         if number < self._number and (last.held or is_loading):
-            number, reason = (
-                self._number,
-                f"{reason}; nothing ends while {'requests wait' if last.held else 'one starts'}",
-            )
-        if number > most:
-            number, reason = most, reason + why
-        self._set(number, reason)
+            return self._number, f"{reason}; nothing ends while {'requests wait' if last.held else 'one starts'}"
+        if self._full is not None and number > max(self._full[0], self._replicas.min):
+            n_room = max(self._full[0], self._replicas.min)
+            return n_room, f"{reason}; the target has room for {self._full[0]}"
+        if number > self._number and self._order_every_s:
+            is_early = now - self._ordered_more_at < self._order_every_s
+            number = self._number + (0 if is_early else 1)
+            reason = f"{reason}; at most one more in {show_seconds(self._order_every_s)}"
+        if number > self._number:
+            self._ordered_more_at = now
+        return number, reason
 
     def _set(self, number: int, reason: str) -> None:
         self._number, self._reason = number, reason
@@ -225,12 +245,17 @@ class Scaler:
 
     def _write(self, now: float) -> None:
         self._written_at = now
-        kept = Kept(self._number, self._remembered, self._ordered_at, self._waits_s)
+        kept = Kept(self._number, self._remembered, self._reason, self._ordered_at, self._waits_s)
         try:
             write_atomically(self._run.scaling_file, msgspec.json.encode(kept))
         except OSError as exc:
             if not is_full(exc):
                 raise
+
+
+def _without(sample: Sample, names: Collection[str]) -> Sample:
+    rows = tuple(row for row in sample.replicas if row.id not in names)
+    return msgspec.structs.replace(sample, replicas=rows)
 
 
 def _is_final(seen: Observation, name: str) -> bool:

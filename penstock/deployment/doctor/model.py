@@ -9,8 +9,8 @@ import msgspec
 from penstock import targets
 from penstock.deployment.preflight import Finding
 from penstock.errors import PenstockError
-from penstock.models import Facts, facts, files, hub
-from penstock.node.checks.machine import find_weights, is_of_hub
+from penstock.models import Facts, facts, files, hub, sources
+from penstock.node.checks.machine import find_weights
 from penstock.spec.deployment import Deployment
 from penstock.text import show_bytes
 
@@ -27,8 +27,8 @@ class ModelCheck(msgspec.Struct, frozen=True):
 
 def check_model(deployment: Deployment) -> ModelCheck:
     """Check the model from this machine. Reads a few kilobytes from the hub (seconds)."""
-    if is_of_hub(deployment.model):
-        check = _of_hub(deployment)
+    if sources.is_remote(deployment.model):
+        check = _fetched(deployment)
         is_fetched = deployment.target in targets.TABLE and targets.load(deployment.target).fetches_models
         return _left_to_nodes(deployment.model, check) if is_fetched else check
     try:
@@ -42,25 +42,29 @@ def check_model(deployment: Deployment) -> ModelCheck:
     return ModelCheck((Finding("model", "ok", f"{deployment.model} ({path})"),), whole)
 
 
-def _of_hub(deployment: Deployment) -> ModelCheck:
-    model = deployment.model
+def _fetched(deployment: Deployment) -> ModelCheck:
+    model, source = deployment.model, sources.parse(deployment.model)
     here = find_weights(model, deployment.cache.folder, is_read=False)
     is_absent = bool(here.absent)
     if not is_absent:
-        finding = Finding("model", "ok", f"{model}: {show_bytes(here.n_bytes)} in the hub's cache on this machine")
+        finding = Finding("model", "ok", f"{model}: {show_bytes(here.n_bytes)} in the cache of this machine")
         return ModelCheck((finding,), _read(model), here.n_bytes)
-    if hub.is_offline():
+    if source.kind == "hub" and hub.is_offline():
         text = f"{model} is not in the cache of this machine, and HF_HUB_OFFLINE is set"
         finding = Finding("model", "bad", text, "Unset HF_HUB_OFFLINE, or give a folder.")
         return ModelCheck((finding,), is_absent=True, download_bytes=0)
+    n_bytes, place = 0, "the hub" if source.kind == "hub" else "its source"
     try:
-        hub.read_json(model, "config.json")
-    except hub.HubError as error:
-        if not error.is_missing:  # repositories of GGUF files have no config.json
+        if source.kind != "hub" or source.inside is not None:
+            n_bytes = sources.resolve(source, deployment.cache.allow_pickle).n_bytes
+        else:
+            hub.read_json(source.name, "config.json", source.revision)
+    except PenstockError as error:
+        if not isinstance(error, hub.HubError) or not error.is_missing:  # repositories of GGUF files lack config.json
             return ModelCheck((_bad(error),), is_absent=True, download_bytes=0)
     whole = _read(model)
-    n_bytes = (whole.index_bytes if whole is not None else None) or 0
-    finding = Finding("model", "ok", f"{model} is on the hub: {show_bytes(n_bytes) if n_bytes else 'size unknown'}")
+    n_bytes = n_bytes or (whole.index_bytes if whole is not None else None) or 0
+    finding = Finding("model", "ok", f"{model} is on {place}: {show_bytes(n_bytes) if n_bytes else 'size unknown'}")
     return ModelCheck((finding,), whole, n_bytes, is_absent=True)
 
 

@@ -18,10 +18,12 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from penstock.errors import UserError
 from penstock.hardware import NodeFacts
 from penstock.hardware.detect import nvidia_smi
 from penstock.hardware.node_facts import this_node
-from penstock.models import hub, read_rate
+from penstock.models import fetch as model_fetch
+from penstock.models import hub, read_rate, sources
 from penstock.models.files import BUNDLED, choose_gguf, wanted_shards
 from penstock.models.read_rate import Reading
 from penstock.paths import nearest_existing
@@ -101,22 +103,21 @@ def this_check(model: str | None, cache: str | None) -> NodeCheck:
     )
 
 
-def is_of_hub(model: str) -> bool:
-    """Whether a model is a hub id, and no folder here has that name."""
-    return hub.is_id(model) and not Path(model).exists()
-
-
 def find_weights(model: str, cache: str | None, is_read: bool = True) -> Weights:
     """Where a model's files are on this machine, and with `is_read` how fast they read (3 seconds at most)."""
     home = Path(cache).expanduser() if cache else hub.cache()
-    path = Path(model).expanduser()
+    path = Path(model.removeprefix("file://")).expanduser()
     if model == DEMO_MODEL:
         path = BUNDLED
-    elif is_of_hub(model):
-        snapshot = hub.snapshot(model, home)
-        if snapshot is None:
+    elif sources.is_remote(model):
+        source = sources.parse(model)
+        folder = model_fetch.found(source, home if source.kind == "hub" or cache else None)
+        if folder is None:
             return Weights(str(home), _free_bytes(home), absent=(f"{model} is not in the cache",))
-        path = snapshot
+        try:
+            path = model_fetch.path_in(folder, source)
+        except UserError:  # other files of that repository
+            return Weights(str(folder), _free_bytes(folder), absent=("weights",))
     if not path.exists():
         return Weights(str(path), _free_bytes(path), absent=("no such folder",))
     names = [path.name] if path.is_file() else _names_of_weights(path)

@@ -62,7 +62,9 @@ def artifact(launch: Launch, deployment: Deployment, cluster: Cluster) -> Artifa
 def in_pods(launch: Launch, deployment: Deployment) -> Launch:
     """The launch as the pods have it: their paths, and the gateway by its name in the cluster."""
     plan = weights.in_pods(launch.plan, deployment)
-    return replicas.in_pods(msgspec.structs.replace(launch, plan=plan), deployment)
+    stage = weights.STAGE_FOLDER if weights.is_staged(deployment) else "none"
+    cache = msgspec.structs.replace(deployment.cache, stage=stage)
+    return replicas.in_pods(msgspec.structs.replace(launch, plan=plan, cache=cache), deployment)
 
 
 def _in_namespace(rows: Iterable[Object], deployment: Deployment) -> list[Object]:

@@ -57,12 +57,14 @@ _GCS_ANNOTATIONS = {
     "gke-gcsfuse/memory-limit": "0",
     "gke-gcsfuse/ephemeral-storage-limit": "0",
 }
+STAGE_FOLDER = "/stage"  # the pod's own disk, for cache.stage
 _STREAMER = "runai_streamer"  # https://docs.vllm.ai/en/stable/models/extensions/runai_model_streamer/
 _CLAIM_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?\Z")
 _QUANTITY = re.compile(r"\d+(\.\d+)?([KMGTP]i?|k)?\Z")
 _FETCH_VARIABLES = re.compile(r"HF_|(https?|no)_proxy\Z", re.IGNORECASE)
 
 Kind = Literal["bundled", "claim", "pvc", "gs", "s3", "image", "host", "pod"]
+_STAGED: tuple[Kind, ...] = ("claim", "pvc", "gs")  # weights that pods read over the network
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -140,6 +142,9 @@ def problems(deployment: Deployment) -> list[Problem]:
     if block.storage_size is not None and not _QUANTITY.match(block.storage_size):
         message = f'"{block.storage_size}" is no size'
         faults.append(Problem("kubernetes.storage_size", message, "such as 200Gi"))
+    if deployment.cache.stage not in ("none", "auto"):
+        message, hint = f'no pod has the folder "{deployment.cache.stage}"', "stage: auto copies to the pod's own disk"
+        faults.append(Problem("cache.stage", message, hint))
     if source.kind == "s3" and deployment.engine.kind in ("llamacpp", "fake"):
         message = f"engine {deployment.engine.kind} reads no bucket"
         faults.append(Problem("cache.weights", message, "use engine vllm, or cache.weights: pvc:CLAIM"))
@@ -191,18 +196,30 @@ def storage(deployment: Deployment, plan: Plan) -> Storage:
     source = _source(deployment)
     if source.kind in ("bundled", "s3"):
         return Storage()
-    mount: Object = {"name": "weights", "mountPath": MODELS_FOLDER, "readOnly": True}
+    mount: Object = {"name": "weights", "mountPath": MODELS_FOLDER}
+    if source.kind == "pod":  # the node fetches, together with the other pods
+        env = (*_fetch_env(deployment), *pods.plain_env({"HF_HUB_CACHE": MODELS_FOLDER}))
+    else:
+        mount["readOnly"], env = True, tuple(pods.plain_env({"HF_HUB_OFFLINE": "1"}))
     if source.kind == "pvc" and source.path:
         mount["subPath"] = source.path
-    is_fetched = source.kind in ("claim", "pod")
+    volumes, mounts = [{"name": "weights", **_volume(source, plan)}], [mount]
+    if is_staged(deployment):
+        volumes.append({"name": "stage", **_own_disk(plan)})
+        mounts.append({"name": "stage", "mountPath": STAGE_FOLDER})
     return Storage(
-        volumes=({"name": "weights", **_volume(source, plan)},),
-        mounts=(mount,),
-        env=tuple(pods.plain_env({"HF_HUB_OFFLINE": "1"})),
+        volumes=tuple(volumes),
+        mounts=tuple(mounts),
+        env=env,
         annotations=_GCS_ANNOTATIONS if source.kind == "gs" else {},
-        init=(_init(deployment, source, in_pods(plan, deployment)),) if is_fetched else (),
-        disk_bytes=_volume_bytes(plan) if source.kind == "pod" else 0,
+        init=(_init(deployment, source, in_pods(plan, deployment)),) if source.kind == "claim" else (),
+        disk_bytes=_volume_bytes(plan) if source.kind == "pod" or is_staged(deployment) else 0,
     )
+
+
+def is_staged(deployment: Deployment) -> bool:
+    """Whether each pod copies the weights to its own disk."""
+    return deployment.cache.stage == "auto" and _source(deployment).kind in _STAGED
 
 
 def objects_of(deployment: Deployment, plan: Plan) -> list[Object]:
@@ -241,7 +258,11 @@ def _volume(source: Source, plan: Plan) -> Object:
             attributes = {"bucketName": source.name, "mountOptions": ",".join(options)}
             return {"csi": {"driver": "gcsfuse.csi.storage.gke.io", "readOnly": True, "volumeAttributes": attributes}}
         case _:
-            return {"emptyDir": {"sizeLimit": f"{_volume_bytes(plan) // GIB}Gi"}}
+            return _own_disk(plan)
+
+
+def _own_disk(plan: Plan) -> Object:
+    return {"emptyDir": {"sizeLimit": f"{_volume_bytes(plan) // GIB}Gi"}}
 
 
 def _init(deployment: Deployment, source: Source, plan: Plan) -> Object:

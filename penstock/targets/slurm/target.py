@@ -48,6 +48,7 @@ class Slurm(Target):
     listen = "network"
     shares_files = True
     is_elastic = True
+    order_every_s = 30.0  # a scheduler that many submit to gets slow for all
 
     def __init__(self) -> None:
         self._queue = Queue()

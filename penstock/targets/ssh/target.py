@@ -54,6 +54,7 @@ class OverSsh(Target):
             return problems
         ssh, model = self._program(block), _model_folders(deployment)
         answers = at_once(block.hosts, lambda host: look(ssh, host, block, model))
+        absent: list[str] = []
         for number, host in enumerate(block.hosts):
             facts = answers[host]
             if isinstance(facts, PenstockError):
@@ -65,8 +66,11 @@ class OverSsh(Target):
                 hint = f"free {show_bytes(_MIN_FREE_BYTES)} for penstock and its logs, or name a folder on another disk"
                 problems.append(Problem("ssh.folder", message, hint))
             if facts.absent:
-                hint = "put it on a file system that all hosts have at this path, or use a hub id"
-                problems.append(Problem("model", f'{facts.absent[0]} is not on "{short_name(host)}"', hint))
+                absent.append(host)
+        # Staged, one host with the model is enough: the others get it from there.
+        if absent and (deployment.cache.stage == "none" or len(absent) == len(block.hosts)):
+            hint = "put it on a file system that all hosts have at this path, set cache.stage, or use a hub id"
+            problems += [Problem("model", f'{model[0]} is not on "{short_name(host)}"', hint) for host in absent]
         return problems
 
     def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
