@@ -25,7 +25,7 @@ from penstock.node.report import StageTimes
 from penstock.run_folder import Desired, Part, replica
 from penstock.targets import Placement
 from penstock.testing.fake_nvml import FakeGpu, FakeNvml
-from penstock.wire.announcement import EngineLoad, MachineReading
+from penstock.wire.announcement import AnnounceAnswer, EngineLoad, MachineReading
 
 Counters = namedtuple("Counters", "bytes_recv bytes_sent")
 HERE = MachineReading("here")
@@ -155,6 +155,26 @@ def test_an_announcement_carries_the_readings_of_its_moment_and_they_are_no_chan
     announcer.start()
     assert done.wait(5)
     assert posts == [({"host": "here"},)]
+
+
+def test_a_wake_counts_whichever_gateway_orders_it_and_other_orders_are_the_first_ones() -> None:
+    answers: list[AnnounceAnswer] = []
+    done = threading.Event()
+
+    class Gateways:
+        def post_all(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+            return [{"draining": False, "sleep": True}, {"draining": False, "wake": True, "leave": True}]
+
+    def obey(answer: AnnounceAnswer) -> None:
+        answers.append(answer)
+        done.set()
+        threading.Event().wait()
+
+    announcer = Announcer(Gateways(), obey)  # type: ignore[arg-type]
+    announcer.announce(told("0"))
+    announcer.start()
+    assert done.wait(5)
+    assert answers == [AnnounceAnswer(draining=False, leave=False, sleep=True, wake=True)]
 
 
 def test_a_start_is_timed_by_stage() -> None:

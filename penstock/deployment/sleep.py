@@ -42,7 +42,7 @@ def order(run: Run, word: Literal["sleep", "wake"]) -> dict[str, str]:
             )
         new = msgspec.structs.replace(desired, order=Order(word, time.time()))
         targets.load(run.record().target).order(run, new)
-        run.add_event(word, f"{word}: every replica", who=asked_by())
+        run.add_event(word, "every replica", who=asked_by())
         revive(run)
         return asked
 

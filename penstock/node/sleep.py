@@ -125,7 +125,8 @@ class Sleeper:
 
     def _wake_up(self, client: EngineClient, level: int, lost: Callable[[], Diagnosis | None]) -> Diagnosis | None:
         began_at = time.monotonic()
-        self._announce("waking", Progress("waking up", eta_s=self._wake_s))
+        source = "memory" if level == 1 else "the files"
+        self._announce("waking", Progress(f"weights from {source}", eta_s=self._wake_s))
         problem = self._make(client, self._engine.wake_calls(level), "woken", lost)
         if isinstance(problem, HttpError):
             problem = Diagnosis(f"it could not be woken: {problem.message}")
