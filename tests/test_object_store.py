@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 from object_server import ObjectServer
+from samples import deployment
 
+from penstock.deployment.doctor.model import check_model
 from penstock.errors import PenstockError, UserError
-from penstock.models import kept, manifest, object_store, sources
-from penstock.models.fetch import fetch
+from penstock.models import facts, files, kept, manifest, object_store, sources
+from penstock.models.fetch import fetch, locate
 from penstock.models.part_file import PartFile
 
 TENSORS = bytes(range(256)) * 4
@@ -169,3 +171,21 @@ def test_a_model_of_a_store_is_fetched_once_and_again_when_it_changed(store: Obj
     assert (row.name, row.state, row.is_verified) == ("s3://bucket/team/tiny", "whole", True)
     store.objects["team/tiny/config.json"] = b"[]"
     assert (fetch(SOURCE) / "config.json").read_bytes() == b"[]"
+
+
+def test_a_model_of_a_store_is_planned_and_checked_without_its_weights(
+    store: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
+    store.objects["team/tiny/config.json"] = (files.BUNDLED / "config.json").read_bytes()
+    wanted = deployment("s3://bucket/team/tiny")
+    assert check_model(wanted).findings[0].found == "s3://bucket/team/tiny can be fetched: 1.6 KiB"
+    whole = facts.read(wanted.model)
+    assert (whole.index_bytes, whole.config["num_hidden_layers"], whole.reference) == (1024, 4, wanted.model)
+    planned = facts.read_remote(wanted.model, None)
+    assert planned is not None and not any("model.safetensors" in words for words in store.ranges)
+    folder = locate(wanted)
+    assert planned["safetensors"][1].path == str(folder), "where nodes look for it, and its version"
+    assert check_model(wanted).findings[0].found.endswith("in the cache of this machine")
+    store.objects.clear()
+    assert check_model(deployment("s3://bucket/other")).findings[0].state == "bad"

@@ -43,10 +43,10 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 class FetchDisplay:
-    """Shows a fetch: one live bar on a terminal, a line every 5 s elsewhere, events with `as_json`."""
+    """Shows a fetch: one live bar on a terminal, a line every 5 s elsewhere, events of that name with `as_json`."""
 
-    def __init__(self, stream: IO[str], as_json: bool = False) -> None:
-        self._stream, self._as_json = stream, as_json
+    def __init__(self, stream: IO[str], as_json: bool = False, event: str = "progress") -> None:
+        self._stream, self._as_json, self._event = stream, as_json, event
         self._bar: Any = None
         self._task: Any = None
         self._last, self._shown_at = "", 0.0
@@ -69,7 +69,7 @@ class FetchDisplay:
         self._last, self._shown_at = line, now
         if self._as_json:
             fields = ("n_bytes", "total_bytes", "n_files", "total_files", "rate_bytes_per_s", "left_s", "note")
-            print_json({"event": "progress", **{field: getattr(progress, field) for field in fields}})
+            print_json({"event": self._event, **{field: getattr(progress, field) for field in fields}})
         else:
             print(printable(line), file=self._stream, flush=True)
 

@@ -114,7 +114,7 @@ def _up(options: argparse.Namespace) -> int:
         return _print_prepared(prepare.rehearse(deployment), options.json)
     before, rolls = _launch_id(deployment.name), start.rolls(deployment)
     try:
-        with FetchDisplay(sys.stderr, options.json) as bar:
+        with FetchDisplay(sys.stderr, options.json, "fetch") as bar:
             fetching = prepare.Fetching(bar.show, print_step)
             started = start.up(deployment, options.replace, lambda step: print_step(f"\n{step}"), fetching)
         run = run_folder.find(started.name)

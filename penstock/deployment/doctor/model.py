@@ -53,7 +53,7 @@ def _fetched(deployment: Deployment) -> ModelCheck:
         text = f"{model} is not in the cache of this machine, and HF_HUB_OFFLINE is set"
         finding = Finding("model", "bad", text, "Unset HF_HUB_OFFLINE, or give a folder.")
         return ModelCheck((finding,), is_absent=True, download_bytes=0)
-    n_bytes, place = 0, "the hub" if source.kind == "hub" else "its source"
+    n_bytes, where = 0, "is on the hub" if source.kind == "hub" else "can be fetched"
     try:
         if source.kind != "hub" or source.inside is not None:
             n_bytes = sources.resolve(source, deployment.cache.allow_pickle).n_bytes
@@ -64,7 +64,7 @@ def _fetched(deployment: Deployment) -> ModelCheck:
             return ModelCheck((_bad(error),), is_absent=True, download_bytes=0)
     whole = _read(model)
     n_bytes = n_bytes or (whole.index_bytes if whole is not None else None) or 0
-    finding = Finding("model", "ok", f"{model} is on {place}: {show_bytes(n_bytes) if n_bytes else 'size unknown'}")
+    finding = Finding("model", "ok", f"{model} {where}: {show_bytes(n_bytes) if n_bytes else 'size unknown'}")
     return ModelCheck((finding,), whole, n_bytes, is_absent=True)
 
 
