@@ -183,6 +183,7 @@ class FilesFetch:
             self._stopped.set()
         if self._error is not None:
             raise self._error
+        show(self.progress())  # small files may be there before the first look
         return self._entries
 
     def progress(self) -> Progress:
