@@ -132,7 +132,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body if cut is None else body[:cut])
+            with contextlib.suppress(ConnectionError):  # a client that was killed
+                self.wfile.write(body if cut is None else body[:cut])
         if cut is not None:
             self.close_connection = True
 
