@@ -66,6 +66,19 @@ def test_the_token_goes_to_the_hub_and_not_where_the_files_are(
     assert caught.value.is_retryable
 
 
+def test_a_mirror_s_password_is_sent_and_not_shown(
+    served: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", served.url.replace("//", "//ada:hidden@"))
+    folder = fetch.fetch(SOURCE, tmp_path / "to")
+    assert manifest.verify(folder) == [] and "Basic YWRhOmhpZGRlbg==" in served.tokens
+    served.status = 403
+    with pytest.raises(hub.HubError) as caught:
+        fetch.fetch(SOURCE, tmp_path / "other")
+    assert "hidden" not in f"{caught.value.message}{caught.value.detail}"
+    assert f"The page to visit: {served.url}/{NAME}" in str(caught.value.detail)
+
+
 def test_a_revision_that_moved_since_the_list_is_refused(served: HubServer, tmp_path: Path) -> None:
     served.commit = "0" * 40
     with pytest.raises(UserError, match="the hub answers with commit 000000000000, and not c1899de289a0"):

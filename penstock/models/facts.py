@@ -285,7 +285,7 @@ def _suggestion(name: str) -> str:
 
 def _fetch(name: str, revision: str | None, config: dict[str, Any]) -> tuple[Facts, bool]:
     """Facts from the network, and whether they are whole (nothing failed that may work next time)."""
-    where = f"{name} on {hub.endpoint()}"
+    where = f"{name} on {hub.shown_endpoint()}"
     n_bytes, notes, is_whole = None, [], True
     try:
         if not config.get("quantization_config"):

@@ -288,7 +288,7 @@ def _disk_error(plan: FetchPlan, exc: OSError) -> PenstockError:
 
 
 def _host(source: Source) -> str:
-    return hub.endpoint() if source.kind == "hub" else source.kind
+    return hub.shown_endpoint() if source.kind == "hub" else source.kind
 
 
 def _read_rates() -> dict[str, float]:

@@ -94,6 +94,16 @@ def endpoint() -> str:
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
+def shown_endpoint() -> str:
+    """The hub's address for people: without the password of a mirror."""
+    return without_password(endpoint())
+
+
+def without_password(text: str) -> str:
+    """Addresses in a text, without user and password. Pure."""
+    return re.sub(r"://[^/@\s]*@", "://", text)
+
+
 def cache() -> Path:
     """The folder where huggingface_hub keeps what it fetched on this machine."""
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
@@ -149,7 +159,7 @@ def read_json(name: str, path: str, revision: str | None = None) -> tuple[dict[s
     except ValueError as exc:
         message = f'cannot use "{path}" of "{name}" on the hub: it is not a JSON object: {exc}'
         hint = "Give a folder with its config.json."
-        raise HubError(message, detail=endpoint(), hint=hint, status=200) from exc
+        raise HubError(message, detail=shown_endpoint(), hint=hint, status=200) from exc
 
 
 def read_headers(name: str, paths: Sequence[str], revision: str | None = None) -> list[Header]:
@@ -242,12 +252,12 @@ def _refusal(
     why, hint = _REASONS.get(family or 404, (f"HTTP {status}", "Try again later."))
     message, detail = f'could not fetch model "{name}" from the hub: {why}', _detail(words)
     if status == 401 or family in ("GatedRepoError", 403):
-        detail = f"The page to visit: {endpoint()}/{name}\n{detail}"
+        detail = f"The page to visit: {shown_endpoint()}/{name}\n{detail}"
     return HubError(message, detail=detail, hint=hint, status=status, is_missing=is_missing, wait_s=wait_s(headers))
 
 
 def _detail(words: str) -> str:
-    return f"{endpoint()}: {' '.join(words.split())[:500]}"
+    return f"{shown_endpoint()}: {without_password(' '.join(words.split()))[:500]}"
 
 
 def wait_s(headers: Mapping[str, str]) -> float | None:
