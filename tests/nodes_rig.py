@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -79,6 +80,7 @@ class Rig:
         self.admin = Client(f"http://{address}:{admin}", api_key=TOKEN, timeout_s=5.0)
         self.client = Client(f"http://127.0.0.1:{public}", timeout_s=60.0)
         self.nodes: list[Any] = []
+        self._run_id = secrets.token_hex(4)  # names folders in /tmp: rigs run side by side
         self._gateway = self._start(subprocess.Popen, "penstock.gateway", str(folder / "gateway.json"))
         self.until(self._answers, "the gateway")
 
@@ -88,7 +90,7 @@ class Rig:
         return self.nodes[-1]
 
     def _start(self, popen: Popen, *words: str) -> Any:
-        more = {"PYTHONPATH": str(ROOT), "PENSTOCK_RUN_ID": "0badcafe"}
+        more = {"PYTHONPATH": str(ROOT), "PENSTOCK_RUN_ID": self._run_id}
         env = {**os.environ, **more} if popen is subprocess.Popen else more
         with (self.folder / "log").open("ab") as log:
             return popen([sys.executable, "-m", *words], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
