@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import socket
+
 import msgspec
 import pytest
 from samples import cpu_machine, demo_plan, gpu_machine
 
+from penstock.engines import Command
 from penstock.errors import Problem
 from penstock.hardware import Interface, Machine, NodeFacts
-from penstock.node.group import addresses
+from penstock.node.group import addresses, ray
 from penstock.node.group.addresses import Formation, GroupNode, Introduction
 from penstock.spec.deployment import Parallel
 
@@ -140,3 +144,14 @@ def test_one_interface_is_set_for_vllm_nccl_and_gloo_together() -> None:
         "GLOO_SOCKET_IFNAME": "eth0",
         "TP_SOCKET_IFNAME": "eth0",
     }
+
+
+def test_all_parts_of_ray_get_different_ports_also_when_the_kernel_offers_one_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    offers = itertools.chain.from_iterable((port, port, 6000, 6001) for port in itertools.count(7000))
+    monkeypatch.setattr(socket.socket, "getsockname", lambda _self: ("127.0.0.1", next(offers)))
+    formation = Formation((GroupNode(0, "head", "127.0.0.1", "lo"),), master_port=6001, ray_port=6000)
+    argv = ray.start(demo_plan(), formation, 0, "/folder", Command(("vllm",), {})).argv
+    ports = [int(value) for name, value in itertools.pairwise(argv) if name.endswith("port") and "worker" not in name]
+    assert len({*ports, formation.master_port}) == len(ports) + 1 == 10

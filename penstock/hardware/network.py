@@ -10,7 +10,7 @@ import errno
 import random
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,11 +26,15 @@ _VIRTUAL = ("docker", "veth", "virbr", "br-", "cni", "flannel", "cali", "tun", "
 _NET = Path("/sys/class/net")
 
 
-def free_port(host: str) -> int:
-    """A port that is free now. Another process may take it before the engine does: that start is repeated."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def free_port(host: str, besides: Collection[int] = ()) -> int:
+    """A port that is free now, and none of `besides`. Another process may take it before the engine does: that start is
+    repeated."""
+    while True:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+            port = int(probe.getsockname()[1])
+        if port not in besides:
+            return port
 
 
 def free_lasting_ports(count: int) -> list[int]:

@@ -181,7 +181,7 @@ class GroupLeader:
         )
         head = nodes[0].address
         ray_port = free_port(head) if self._plan.executor == "ray" else 0
-        self._formation = Formation(nodes, free_port(head), ray_port)
+        self._formation = Formation(nodes, free_port(head, {ray_port}), ray_port)
         return self._formation
 
 

@@ -48,14 +48,17 @@ def start(plan: Plan, formation: Formation, rank: int, folder: str, base: Comman
     argv += ["--node-ip-address", node.address, "--temp-dir", folder, "--num-gpus", str(n_gpus)]
     argv += ["--num-cpus", str(n_gpus + 1), "--object-store-memory", str(_OBJECT_STORE_BYTES)]
     argv += ["--min-worker-port", "0", "--max-worker-port", "0", "--log-color", "false"]
-    for name in _PORTS:
-        argv += [name, str(free_port(node.address))]
+    hosts = dict.fromkeys(_PORTS, node.address)
     if rank == 0:
-        argv += ["--head", "--port", str(formation.ray_port), "--ray-client-server-port", str(free_port(node.address))]
-        dashboard = plan.ray_dashboard_host
-        argv += ["--dashboard-host", dashboard, "--dashboard-port", str(free_port(dashboard))]
+        argv += ["--head", "--port", str(formation.ray_port), "--dashboard-host", plan.ray_dashboard_host]
+        hosts |= {"--ray-client-server-port": node.address, "--dashboard-port": plan.ray_dashboard_host}
     else:
         argv += ["--address", f"{formation.head.address}:{formation.ray_port}"]
+    taken = {formation.ray_port, formation.master_port}  # Ray refuses to start when two of its parts have one port
+    for name, host in hosts.items():
+        port = free_port(host, taken)
+        taken.add(port)
+        argv += [name, str(port)]
     env = {**base.defaults, **base.env, **environment(f"{formation.head.address}:{formation.ray_port}", folder)}
     del env["RAY_ADDRESS"]  # `ray start` takes flags, and refuses a head with this variable
     return Command(tuple(argv), env, base.files, links=base.links)
