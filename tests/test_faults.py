@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from penstock.run_folder import Run, replica
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.wire.announcement import Restart
 from penstock.wire.answers import HttpError
+from penstock.wire.client import Client
 
 pytestmark = pytest.mark.processes
 
@@ -406,6 +408,26 @@ def remove(path: Path) -> bool:
     """As `rm -rf`, again while somebody writes into it."""
     shutil.rmtree(path, ignore_errors=True)
     return not path.exists()
+
+
+@pytest.mark.parametrize("killed", [(), ("controller",)])
+def test_a_home_that_is_away_for_a_moment_ends_nothing(place: Place, killed: tuple[str, ...]) -> None:
+    run = place.up(place.write("one"))
+    controller, away = pid_of(run, "controller"), place.folder / "unmounted"
+    doomed, client = [pid_of(run, role) for role in killed], Client(run.url, timeout_s=SOON_S)
+    paths.home().rename(away)
+    kill(*doomed)
+    time.sleep(2.0)
+    assert client.complete(PROMPT, max_tokens=8).text, "requests are served all along"
+    away.rename(paths.home())
+    wait_until(lambda: now(run).controller.state == "running" and len(pids(run, "watchdog")) == 1, "both watch again")
+    assert (pid_of(run, "controller") == controller) is not bool(killed)
+    node = pid_of(run, "node")
+    kill(node)
+    wait_until(
+        lambda: [pid for pid in pids(run, "node") if pid != node] and now(run).phase == "ready", "a new node", 25
+    )
+    ask(run)
 
 
 def test_two_ups_at_once_start_one_deployment(place: Place) -> None:

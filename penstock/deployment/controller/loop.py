@@ -24,6 +24,7 @@ from penstock.deployment.controller.decide import Decision, Event, Memory, decid
 from penstock.deployment.controller.news import NewsPoster
 from penstock.deployment.controller.prometheus import Prometheus
 from penstock.deployment.controller.scaler import Look, Scaler
+from penstock.deployment.controller.watchdog import Sight
 from penstock.deployment.observe import History, Observation, gateways, look, summarise
 from penstock.errors import PenstockError
 from penstock.paths import is_full
@@ -95,6 +96,7 @@ class Controller:
         self._written: tuple[float, State] | None = None
         self._scaler = Scaler(run, deployment, self._plan, last) if deployment.replicas.follows_load else None
         self._news = NewsPoster(run)
+        self._sight = Sight(run.path)
         self._noted = noted_of(last)
         self._passed_on = run.desired().order if last is not None else None  # by the controller before this one
         self._children: list[Child] = []
@@ -109,14 +111,20 @@ class Controller:
     def run_until_stopped(self) -> None:
         for child in self._children:
             child.start()
-        while not self.stop.is_set() and self.run.exists() and self.run.desired().state == "up":
+        while self._is_wanted():
             try:
                 if self._tick(self.run.desired()).hands_over:
                     return
             except OSError as exc:
-                if not is_full(exc):  # else the next tick tries again
+                if not is_full(exc) and self.run.exists():  # else the next tick tries again
                     raise
             self.stop.wait(_TICK_S)
+
+    def _is_wanted(self) -> bool:
+        """Blocks while the run's folder is hidden."""
+        while self._sight.is_hidden() and not self.stop.wait(_TICK_S):
+            pass
+        return not self.stop.is_set() and self.run.exists() and self.run.desired().state == "up"
 
     def _tick(self, desired: Desired) -> Decision:
         if self._own is None:
