@@ -78,7 +78,8 @@ class Progress(msgspec.Struct, frozen=True):
         """ "17/30 files, 12.3 GiB of 30.0 GiB, 1.1 GiB/s, 16.1 s left"."""
         words = [self.done]
         if self.rate_bytes_per_s and self.left_s is not None:
-            words += [f"{show_bytes(self.rate_bytes_per_s)}/s", f"{show_seconds(self.left_s)} left"]
+            left = [f"{show_seconds(self.left_s)} left"] if self.n_bytes < self.total_bytes else []
+            words += [f"{show_bytes(self.rate_bytes_per_s)}/s", *left]
         return ", ".join([*words, *([self.note] if self.note else [])])
 
 
