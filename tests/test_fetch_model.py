@@ -19,6 +19,7 @@ import huggingface_hub.constants
 import pytest
 from hub_server import COMMIT, HubServer, asked_hub, serving
 
+from penstock.cli import fetch as fetch_verb
 from penstock.cli import main
 from penstock.errors import PenstockError, UserError
 from penstock.models import fetch, fetch_files, fetch_lock, hub, manifest, sources
@@ -110,7 +111,7 @@ def test_verify_finds_one_flipped_byte_and_the_next_fetch_replaces_it(
 
 
 def test_a_folder_that_differs_from_its_manifest_is_not_called_right(
-    served: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    served: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "to"
     assert main.run(["fetch", NAME, "--to", str(folder)]) == 0
@@ -124,11 +125,13 @@ def test_a_folder_that_differs_from_its_manifest_is_not_called_right(
     assert manifest.fits(folder)
     path.write_bytes(b"a" * 99 + b"b")
     cure = f"penstock fetch hf://{NAME}@{COMMIT} --to {folder} fetches these files again."
+    monkeypatch.setattr(fetch_verb, "_SHOW_S", -1.0)
     for words in ([str(folder)], [str(folder), "--verify"], [NAME, "--to", str(folder), "--verify"]):
         capsys.readouterr()
         assert main.run(["fetch", *words]) != 0
         error = capsys.readouterr().err
         assert "a.safetensors: its SHA-256 is" in error and cure in error
+        assert (" of 158 B, " in error) == ("--verify" in words), "it says how far it is"
     assert main.run(["fetch", f"hf://{NAME}@{COMMIT}", "--to", str(folder)]) == 0
     assert path.read_bytes() == FILES["a.safetensors"] and manifest.verify(folder) == []
 

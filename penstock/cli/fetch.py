@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from penstock.spec.deployment import Deployment
 
 _LINE_EVERY_S = 5.0
+_SHOW_S = 0.5
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -153,6 +156,26 @@ def _print_plan(plan: FetchPlan, as_json: bool) -> None:
     print(f"to fetch: {show_bytes(missing)} into {plan.folder}{expected} ({show_bytes(plan.free_bytes)} free)")
 
 
+def _counted(display: FetchDisplay, total_bytes: int) -> Callable[[int], None]:
+    """Adds up what several threads read, and shows it twice a second."""
+    from penstock.models.fetch import Progress
+
+    lock, began = threading.Lock(), time.monotonic()
+    n_bytes, shown_at = 0, began
+
+    def add(n_read: int) -> None:
+        nonlocal n_bytes, shown_at
+        with lock:
+            n_bytes += n_read
+            now = time.monotonic()
+            if now - shown_at > _SHOW_S:
+                shown_at = now
+                rate = n_bytes / (now - began)
+                display.show(Progress(n_bytes, total_bytes, rate_bytes_per_s=rate))
+
+    return add
+
+
 def _again(options: argparse.Namespace) -> str:
     words = ["penstock fetch", options.source]
     words += ["--to", str(options.to)] if options.to else []
@@ -164,20 +187,20 @@ def _verify(options: argparse.Namespace, source: Source, cache: Path | None) -> 
     from penstock.models import manifest
 
     folder = options.to or model_fetch.found(source, cache)
-    if folder is None or manifest.read(folder) is None:
+    facts = manifest.read(folder) if folder is not None else None
+    if folder is None or facts is None:
         raise UserError(
             f'cannot verify "{source}": there is no {manifest.NAME} {f"in {folder}" if folder else "here"}',
             hint=f"{_again(options)} compares the files with their source, and writes it.",
         )
-    facts = manifest.read(folder)
     began = time.monotonic()
-    problems = manifest.verify(folder)
+    with FetchDisplay(sys.stderr, options.json) as display:
+        problems = manifest.verify(folder, _counted(display, facts.n_bytes))
     manifest.distrust(folder, [problem.path for problem in problems])
     if options.json:
         found = [{"file": problem.path, "message": problem.message} for problem in problems]
         print_json({"event": "verified", "source": str(source), "folder": str(folder), "problems": found})
         return 1 if problems else 0
-    assert facts is not None
     if problems:
         is_plain = options.to is not None or source.kind == "folder"
         raise PenstockError(

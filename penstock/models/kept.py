@@ -174,7 +174,7 @@ def remove(rows: Sequence[Kept]) -> int:
         return before
     except OSError as exc:
         raise UserError(
-            f'could not remove "{rows[0].name}": {exc.strerror}', detail=str(exc.filename or place), is_retryable=True
+            f'could not remove "{rows[0].name}": {exc.strerror}', detail=str(place), is_retryable=True
         ) from exc
 
 
