@@ -6,7 +6,7 @@
 Needs vLLM, and a GPU for some ways; a way whose package is missing is left out. A model of the catalogue gets random
 weights of a dense Llama's shapes in that folder, once. The files come out of the page cache (`memory`), from their disk
 with nothing of them in the page cache (`disk`), and through a file system that gives so many bytes per second in all
-with a wait for each request (`network`: benchmarks/network_disk.py, needs root). Each load is a process of its own,
+with a wait for each request (`network`: tests/network_disk.py, needs root). Each load is a process of its own,
 and its seconds are those of the loader: no import, no compilation. `read` is what `engine.load: auto` measures before a
 start: one reader that maps the files, eight by way of the page cache, eight past it; of files in memory one and eight
 that map them. The share is the load's rate against what was measured of its way of reading.
@@ -33,8 +33,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import network_disk
 from sleep import write_folder, write_weights
 
 from penstock.models import files, read_rate
@@ -138,7 +140,7 @@ def disk_rates(paths: Sequence[Path]) -> dict[Way, float]:
 @contextlib.contextmanager
 def network(folder: Path, mbytes: float, latency_ms: float) -> Iterator[Path]:
     """The same folder, as a file system of another machine shows it."""
-    program = [sys.executable, str(Path(__file__).parent / "network_disk.py"), str(folder)]
+    program = [sys.executable, network_disk.__file__, str(folder)]
     with tempfile.TemporaryDirectory() as target:
         words = [target, "--mbytes", str(mbytes), "--latency-ms", str(latency_ms)]
         server = subprocess.Popen([*program, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -1,6 +1,6 @@
 """Shows a folder as a file system of another machine would: so many bytes per second in all, and a wait a request.
 
-    python benchmarks/network_disk.py FOLDER MOUNT_POINT [--mbytes 800] [--latency-ms 1]
+    python tests/network_disk.py FOLDER MOUNT_POINT [--mbytes 800] [--latency-ms 1]
 
 The files at the top of the folder, to read only, by the kernel's FUSE and nothing else; type "fuse.network". It prints
 "ready" and goes on until its standard input ends; then the mount point is empty again. Needs root and /dev/fuse.
@@ -132,13 +132,13 @@ class NetworkDisk:
 
 def mounted(folder: Path, target: Path, pace: Pace) -> int:
     """Mount and serve, in threads; the device.  Raises OSError."""
+    disk = NetworkDisk(folder, pace)  # before: nobody answers for the mount point yet, which the folder may hold
     device = os.open("/dev/fuse", os.O_RDWR)
     options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other,max_read={_REQUEST_BYTES}"
     flags = _READ_ONLY | _NO_SUID | _NO_DEVICES
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"network", os.fsencode(target), b"fuse.network", flags, options.encode()):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(target))
-    disk = NetworkDisk(folder, pace)
     for _ in range(_N_THREADS):
         threading.Thread(target=disk.serve, args=(device,), daemon=True).start()
     return device
