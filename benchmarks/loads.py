@@ -202,7 +202,8 @@ def main() -> None:
     importlib.import_module("vllm.engine.arg_utils")
     importlib.import_module("vllm.model_executor.model_loader")
 
-    ways = [way for way in options.ways if WAYS[way][1] is None or importlib.util.find_spec(WAYS[way][1])]
+    packages = {way: WAYS[way][1] for way in options.ways}
+    ways = [way for way, package in packages.items() if package is None or importlib.util.find_spec(package)]
     for place in options.places:
         with contextlib.ExitStack() as stack:
             is_far = place == "network"
