@@ -73,8 +73,7 @@ def test_an_order_puts_it_to_sleep_and_a_request_at_the_gateway_wakes_it(running
     for _ in range(2):
         rig.admin.post_json("/admin/sleep", {"replica": "0"})
         rig.until(
-            # Not "falling asleep", which a busy machine shows for longer.
-            lambda: (row := rig.row()) and (seen := row.announcement.progress) and seen.stage.startswith(ASLEEP),
+            lambda: (row := rig.row()) and (shown := row.announcement.progress) and shown.stage.startswith(ASLEEP),
             "it sleeps",
         )
         assert running.is_sleeping()
