@@ -32,6 +32,8 @@ _ROOT, _MINOR = 1, 31
 _ASYNC_READ, _MAX_PAGES = 1 << 0, 1 << 22
 _REQUEST_BYTES, _PAGE_BYTES = 1 << 20, 4096
 _CACHED_S = 3600
+# Else each open drops what the page cache has of the file: what is read ahead would be read twice.
+_KEEP_CACHE = 1 << 1
 _N_THREADS = 16
 _READ_ONLY, _NO_SUID, _NO_DEVICES, _DETACH = 1, 2, 4, 2
 
@@ -95,7 +97,7 @@ class NetworkDisk:
         if operation == GETATTR:
             return struct.pack("<Q2I", _CACHED_S, 0, 0) + self._attributes(node)
         if operation in (OPEN, OPENDIR):
-            return struct.pack("<Q2I", 0, 0, 0)
+            return struct.pack("<Q2I", 0, _KEEP_CACHE, 0)
         if operation == READ:
             _, offset, size = struct.unpack_from("<2QI", body)
             data = os.pread(self._files[node], size, offset)
