@@ -305,11 +305,12 @@ def test_on_cpus_the_wait_of_a_token_is_shown() -> None:
 NAME = "someone/tiny"
 
 
-def on_hub(hub: Hub, n_bytes: int) -> None:
-    """A model on the stand-in hub whose index says so many bytes."""
+def on_hub(hub: Hub, n_bytes: int, weights: str = "model.safetensors") -> None:
+    """A model on the stand-in hub, with so many bytes in one file of that name."""
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2}
     hub.add(NAME, config__json=as_json(config))
-    hub.files[f"{NAME}/resolve/main/pytorch_model.bin.index.json"] = as_json({"metadata": {"total_size": n_bytes}})
+    rows = [{"rfilename": "config.json", "size": 0}, {"rfilename": weights, "size": n_bytes}]
+    hub.files[f"api/models/{NAME}/revision/main?blobs=true"] = as_json({"id": NAME, "sha": "c0ffee", "siblings": rows})
 
 
 def test_a_model_of_the_hub_is_found_with_its_size(served: Hub) -> None:  # noqa: F811
@@ -317,6 +318,10 @@ def test_a_model_of_the_hub_is_found_with_its_size(served: Hub) -> None:  # noqa
     told = check_model(deployment(NAME))
     assert (told.is_absent, told.download_bytes) == (True, 40 * GIB)
     assert [f.found for f in told.findings] == [f"{NAME} is on the hub: 40.0 GiB"]
+    on_hub(served, 40 * GIB, "pytorch_model.bin")
+    (pickled,) = check_model(deployment(NAME)).findings
+    assert pickled.state == "bad" and "Its weights are pickled (pytorch_model.bin)" in pickled.found
+    assert check_model(deployment(NAME, cache={"allow_pickle": True})).findings[0].state == "ok"
 
 
 def test_a_gated_or_missing_model_is_named_with_the_way_in(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,5 @@ def test_a_link_is_made_once_and_leaves_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "start" / "own").mkdir()
     engine_process._link(tmp_path / "start" / "own", tmp_path / "kept")
     assert not (tmp_path / "start" / "own").is_symlink()
+    shutil.copytree(tmp_path, copy := tmp_path / "copy", symlinks=True)
+    assert (copy / "start" / "kept").resolve() == copy / "kept", "a copy for another machine leads to itself"

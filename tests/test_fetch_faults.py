@@ -179,7 +179,10 @@ def test_a_disk_that_is_full_in_the_middle_keeps_what_came(served: HubServer, tm
 
 
 def test_a_repository_without_weights_that_an_engine_loads_is_refused(served: HubServer, tmp_path: Path) -> None:
-    for files, detail in (({"config.json": b"{}"}, "None"), ({"pytorch_model.bin": b"x"}, "can run code")):
+    for files, detail in (
+        ({"config.json": b"{}"}, "It has config.json."),
+        ({"pytorch_model.bin": b"x"}, "can run code"),
+    ):
         served.files = files
         with pytest.raises(UserError, match="no file of weights that an engine loads") as caught:
             fetch.fetch(SOURCE, tmp_path / "to")

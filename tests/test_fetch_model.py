@@ -19,6 +19,7 @@ import huggingface_hub.constants
 import pytest
 from hub_server import COMMIT, HubServer, asked_hub, serving
 
+from penstock.cli import fetch as fetch_verb
 from penstock.cli import main
 from penstock.errors import PenstockError, UserError
 from penstock.models import fetch, fetch_files, fetch_lock, hub, manifest, sources
@@ -109,6 +110,59 @@ def test_verify_finds_one_flipped_byte_and_the_next_fetch_replaces_it(
     assert "every byte is right (4 files" in capsys.readouterr().out
 
 
+def test_a_folder_that_differs_from_its_manifest_is_not_called_right(
+    served: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "to"
+    assert main.run(["fetch", NAME, "--to", str(folder)]) == 0
+    before, path = manifest.read(folder), folder / "a.safetensors"
+    os.utime(path)  # a copy of the same content
+    assert main.run(["fetch", str(folder)]) == 0
+    after = manifest.read(folder)
+    assert (
+        before is not None and after is not None and (before.source, before.revision) == (after.source, after.revision)
+    )
+    assert manifest.fits(folder)
+    path.write_bytes(b"a" * 99 + b"b")
+    cure = f"penstock fetch hf://{NAME}@{COMMIT} --to {folder} fetches these files again."
+    monkeypatch.setattr(fetch_verb, "_SHOW_S", -1.0)
+    for words in ([str(folder)], [str(folder), "--verify"], [NAME, "--to", str(folder), "--verify"]):
+        capsys.readouterr()
+        assert main.run(["fetch", *words]) != 0
+        error = capsys.readouterr().err
+        assert "a.safetensors: its SHA-256 is" in error and cure in error
+        assert (" of 158 B, " in error) == ("--verify" in words), "it says how far it is"
+    assert main.run(["fetch", f"hf://{NAME}@{COMMIT}", "--to", str(folder)]) == 0
+    assert path.read_bytes() == FILES["a.safetensors"] and manifest.verify(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "words"),
+    [
+        ("", "is empty"),  # an unset variable of a script, and not the current folder
+        ("llama-3.1-8b", "Give its hub id: meta-llama/Meta-Llama-3.1-8B"),
+        ("https://huggingface.co/org/tiny/tree/main", "Give its name: org/tiny."),
+    ],
+)
+def test_a_word_that_is_no_source_is_explained(
+    word: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.safetensors").write_bytes(b"a")
+    assert main.run(["fetch", word]) == 2
+    assert words in capsys.readouterr().err and not (tmp_path / manifest.NAME).exists()
+
+
+@pytest.mark.parametrize("address", ["hub.example.com", "http://hub:port", "ftp://hub"])
+def test_an_address_of_the_hub_that_is_none_is_named(
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    for words in (["fetch", NAME], ["plan", NAME], ["up", NAME]):
+        assert main.run(words) == 2
+        assert f'cannot use HF_ENDPOINT "{address}"' in capsys.readouterr().err
+
+
 def test_a_dry_run_says_files_and_bytes_and_writes_nothing(
     served: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,12 +183,18 @@ def test_a_gated_model_names_the_page_to_visit(served: HubServer, tmp_path: Path
 def test_too_small_a_disk_is_refused_with_what_could_go(
     served: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (old := tmp_path / "models--org--old" / "blobs").mkdir(parents=True)
-    (old / "x").write_bytes(b"x" * 10)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    for cache, name in ((tmp_path, "old"), (tmp_path / "hub", "older")):
+        (old := cache / f"models--org--{name}" / "blobs").mkdir(parents=True)
+        (old / "x").write_bytes(b"x" * 10)
+    os.utime(old / "x", (1e9, 1e9))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9, total=10**12))
-    with pytest.raises(UserError, match=r"4\.0 GB of space are missing") as caught:
+    with pytest.raises(UserError, match=r"3\.7 GiB of space are missing") as caught:
         fetch.fetch(SOURCE, None, tmp_path)
-    assert "org/old (0.0 GB)" in str(caught.value.detail) and not snapshot(tmp_path).exists()
+    assert "org/older (10 B), org/old (10 B)." in str(caught.value.detail) and not snapshot(tmp_path).exists()
+    with pytest.raises(UserError) as caught:  # on the same disk, whatever kind of place it is
+        fetch.fetch(SOURCE, tmp_path / "plain")
+    assert "org/older (10 B)." in str(caught.value.detail)
 
 
 def test_a_full_disk_keeps_what_came_and_a_cache_that_cannot_be_written_is_used(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from hosts_slurm import PROCTRACKS
 from slurm_cluster import ENV, Desk
+
+from penstock.models.files import BUNDLED
 
 pytestmark = pytest.mark.hosts
 
@@ -63,6 +67,22 @@ def test_two_nodes_make_one_replica(desk: Desk) -> None:
     assert [node["host"] for node in told] == ["node1", "node2"]
     assert desk.answer().startswith("1:tell 2:me")
     desk.down("--now")
+
+
+@pytest.mark.nightly  # the same as on other targets
+def test_each_node_copies_the_model_to_its_own_scratch_before_its_engine_starts(desk: Desk) -> None:
+    shutil.copytree(BUNDLED, desk.home / "model")
+    slurm = {"prologue": ["export SCRATCH=/var/tmp/scratch-$SLURMD_NODENAME", "mkdir -p $SCRATCH"]}
+    file = desk.write(model="/root/model", cache={"stage": "$SCRATCH/models"}, hardware={"nodes": 2}, slurm=slurm)
+    desk.up(file)
+    assert desk.answer().startswith("1:tell 2:me")
+    find = ["sh", "-c", "find /var/tmp/scratch-*/models -name MANIFEST.json"]
+    copies = [host.run(find).stdout.split() for host in desk.slurm.hosts]
+    assert [(len(names), names[0].split("/")[3]) for names in copies] == [(1, "scratch-node1"), (1, "scratch-node2")]
+    for host, (name,) in zip(desk.slurm.hosts, copies, strict=True):
+        host.run(["sh", "-c", f"cd {name.rpartition('/')[0]} && sha256sum *.safetensors > ../here"])
+        assert host.run(["sh", "-c", f"cd /root/model && sha256sum -c {Path(name).parent.parent}/here"]).returncode == 0
+    desk.down()
 
 
 def test_a_home_that_the_nodes_do_not_see_is_named_after_one_job(desk: Desk) -> None:

@@ -59,6 +59,9 @@ def test_one_quantisation_of_a_gguf_is_taken() -> None:
     assert sources.choose("m", names) == ["m-Q4_K_M.gguf"]
     assert sources.choose("m", names, "q8_0") == ["m-Q8_0.gguf"]
     assert sources.choose("m", names, "big/m-F16-00001-of-00002.gguf") == names[2:]
+    with pytest.raises(UserError, match='no GGUF file "q5"') as caught:
+        sources.choose("m", names, "q5")
+    assert "m-Q4_K_M.gguf, m-Q8_0.gguf" in str(caught.value.detail)
 
 
 def test_pickled_weights_are_refused_unless_they_are_allowed() -> None:
@@ -67,8 +70,9 @@ def test_pickled_weights_are_refused_unless_they_are_allowed() -> None:
         sources.choose("org/name", names)
     assert "can run code" in str(caught.value.detail) and "cache.allow_pickle" in str(caught.value.hint)
     assert sources.choose("org/name", names, allow_pickle=True) == names
-    with pytest.raises(UserError, match="no file of weights"):
+    with pytest.raises(UserError, match="no file of weights") as caught:
         sources.choose("org/name", ["README.md"])
+    assert caught.value.detail == "It has README.md."
 
 
 def test_a_folder_with_a_link_out_of_it_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from penstock.spec.deployment import Deployment
 
 _LINE_EVERY_S = 5.0
+_SHOW_S = 0.5
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -123,7 +126,8 @@ def _fetch(options: argparse.Namespace) -> int:
 
 def _source(options: argparse.Namespace) -> tuple[Source | None, Deployment | None]:
     """The source, and the deployment whose settings count; the latter is None for words that only a fetch knows."""
-    from penstock.models import sources
+    from penstock.models import files, sources
+    from penstock.models.sources import Source
     from penstock.spec.deployment import DEMO_MODEL
 
     text = options.source
@@ -132,7 +136,8 @@ def _source(options: argparse.Namespace) -> tuple[Source | None, Deployment | No
     deployment = arguments.deployment_of(options)
     if deployment.model == DEMO_MODEL:
         return None, deployment
-    source = sources.of_deployment(deployment) or sources.parse(deployment.model)
+    # What is no source is a folder or a file here, or is refused as `up` refuses it.
+    source = sources.of_deployment(deployment) or Source("folder", str(files.locate(deployment)))
     return msgspec.structs.replace(source, revision=options.revision or source.revision), deployment
 
 
@@ -151,31 +156,58 @@ def _print_plan(plan: FetchPlan, as_json: bool) -> None:
     print(f"to fetch: {show_bytes(missing)} into {plan.folder}{expected} ({show_bytes(plan.free_bytes)} free)")
 
 
+def _counted(display: FetchDisplay, total_bytes: int) -> Callable[[int], None]:
+    """Adds up what several threads read, and shows it twice a second."""
+    from penstock.models.fetch import Progress
+
+    lock, began = threading.Lock(), time.monotonic()
+    n_bytes, shown_at = 0, began
+
+    def add(n_read: int) -> None:
+        nonlocal n_bytes, shown_at
+        with lock:
+            n_bytes += n_read
+            now = time.monotonic()
+            if now - shown_at > _SHOW_S:
+                shown_at = now
+                rate = n_bytes / (now - began)
+                display.show(Progress(n_bytes, total_bytes, rate_bytes_per_s=rate))
+
+    return add
+
+
+def _again(options: argparse.Namespace) -> str:
+    words = ["penstock fetch", options.source]
+    words += ["--to", str(options.to)] if options.to else []
+    return " ".join([*words, *(["--revision", options.revision] if options.revision else [])])
+
+
 def _verify(options: argparse.Namespace, source: Source, cache: Path | None) -> int:
     from penstock.models import fetch as model_fetch
     from penstock.models import manifest
 
     folder = options.to or model_fetch.found(source, cache)
-    if folder is None or manifest.read(folder) is None:
+    facts = manifest.read(folder) if folder is not None else None
+    if folder is None or facts is None:
         raise UserError(
             f'cannot verify "{source}": there is no {manifest.NAME} {f"in {folder}" if folder else "here"}',
-            hint=f"penstock fetch {options.source} compares the files with their source, and writes it.",
+            hint=f"{_again(options)} compares the files with their source, and writes it.",
         )
-    facts = manifest.read(folder)
     began = time.monotonic()
-    problems = manifest.verify(folder)
+    with FetchDisplay(sys.stderr, options.json) as display:
+        problems = manifest.verify(folder, _counted(display, facts.n_bytes))
     manifest.distrust(folder, [problem.path for problem in problems])
     if options.json:
         found = [{"file": problem.path, "message": problem.message} for problem in problems]
         print_json({"event": "verified", "source": str(source), "folder": str(folder), "problems": found})
         return 1 if problems else 0
     if problems:
+        is_plain = options.to is not None or source.kind == "folder"
         raise PenstockError(
             f'"{source}" is damaged: {len(problems)} of its files are not what was fetched',
             detail="\n".join([f"in {folder}", *map(str, problems)]),
-            hint=f"penstock fetch {options.source} fetches these files again.",
+            hint=model_fetch.repair(folder, facts) if is_plain else f"{_again(options)} fetches these files again.",
         )
-    assert facts is not None
     words = f"{len(facts.files)} files, {show_bytes(facts.n_bytes)}, {show_seconds(time.monotonic() - began)}"
     print(f"{folder}: every byte is right ({words})")
     return 0

@@ -19,12 +19,15 @@ from penstock import paths
 from penstock.errors import PenstockError, UserError
 from penstock.models import fetch_lock, files, hub, manifest, sources
 from penstock.models.fetch_files import NOTES, FilesFetch, Layout, Peers, Progress
+from penstock.models.kept import could_go
+from penstock.models.manifest import Manifest
 from penstock.models.sources import PLAIN, Listing, Source, Wanted
 from penstock.spec.deployment import Deployment
+from penstock.text import show_bytes
 
 __all__ = [
     "FetchPlan", "Layout", "Progress", "fetch", "folder_of", "found", "is_broken_off", "kept", "locate", "path_in",
-    "prepare",
+    "prepare", "repair",
 ]  # fmt: skip
 
 Show = Callable[[Progress], None]
@@ -66,6 +69,8 @@ def fetch(
     def resolve() -> Listing:
         return sources.resolve(source, wanted.pickles, wanted.code)
 
+    if source.kind == "folder" and to is None and cache is None and _is_as_fetched(Path(source.name)):
+        return Path(source.name)
     try:
         listing = resolve() if peers is None else peers.listing(resolve)
     except hub.HubError as exc:
@@ -134,6 +139,32 @@ def prepare(listing: Listing, to: Path | None = None, cache: Path | None = None)
     if needed > free:
         raise _too_small(plan)
     return plan
+
+
+def repair(folder: Path, facts: Manifest) -> str:
+    """How the files of a folder that differ from its manifest are made right again, as a hint. Pure."""
+    if "://" not in facts.source:
+        return f"Copy these files there again; without {manifest.NAME} they are taken as they are."
+    revision = f"@{facts.revision}" if facts.source.startswith("hf://") else ""
+    return f"penstock fetch {facts.source}{revision} --to {folder} fetches these files again."
+
+
+def _is_as_fetched(folder: Path) -> bool:
+    """Whether a folder of this machine has a manifest; its files are read where a time differs.  Raises UserError for
+    one of another content: a new manifest would call it right."""
+    facts = manifest.read(folder)
+    if facts is None or manifest.fits(folder):
+        return facts is not None
+    if problems := manifest.verify(folder):
+        raise UserError(
+            f'cannot use "{folder}": {len(problems)} of its files are not those of its {manifest.NAME}',
+            detail="\n".join(map(str, problems)),
+            hint=repair(folder, facts),
+        )
+    entries = {name: manifest.entry_of(folder / name, entry.sha256) for name, entry in facts.files.items()}
+    with contextlib.suppress(OSError):  # a folder that cannot be written
+        manifest.write(folder, msgspec.structs.replace(facts, files=entries))
+    return True
 
 
 def folder_of(listing: Listing, to: Path | None = None, cache: Path | None = None) -> Path:
@@ -220,7 +251,7 @@ def _fetch_missing(
         if before is not None and before.revision == plan.listing.commit:
             entries = {name: e for name, e in before.files.items() if (layout.folder / name).exists()} | entries
         source = msgspec.structs.replace(plan.listing.source, revision=None, inside=None)
-        manifest.write(layout.folder, manifest.Manifest(str(source), plan.listing.commit, entries))
+        manifest.write(layout.folder, Manifest(str(source), plan.listing.commit, entries))
         _finish(peers)
         layout.remove_notes()
         _keep_name(plan.listing, layout)
@@ -246,39 +277,30 @@ def _keep_name(listing: Listing, layout: Layout) -> None:
 
 
 def _too_small(plan: FetchPlan) -> UserError:
-    lack = (plan.needed_bytes - plan.free_bytes) / _GB
     detail = (
-        f"{plan.missing_bytes / _GB:.1f} GB are missing in {plan.folder}; with what stays free that is "
-        f"{plan.needed_bytes / _GB:.1f} GB, and {plan.free_bytes / _GB:.1f} GB are free."
+        f"{show_bytes(plan.missing_bytes)} are to be fetched into {plan.folder}; with what stays free that is "
+        f"{show_bytes(plan.needed_bytes)}, and {show_bytes(plan.free_bytes)} are free."
     )
-    least_used = _least_used(plan)
+    least_used = _could_go(plan)
     if least_used:
         detail += "\nUsed least recently, and not removed by penstock: " + ", ".join(least_used) + "."
+    lack = show_bytes(plan.needed_bytes - plan.free_bytes)
     return UserError(
-        f'cannot fetch "{plan.listing.source}": {lack:.1f} GB of space are missing',
+        f'cannot fetch "{plan.listing.source}": {lack} of space are missing',
         detail=detail,
         hint="Remove a model that you no longer need (penstock models rm NAME), or give another folder with --to.",
     )
 
 
-def _least_used(plan: FetchPlan, most: int = 5) -> list[str]:
-    """The models next to this one in a cache that were used longest ago, as "org/name (12.3 GB)"."""
+def _could_go(plan: FetchPlan) -> list[str]:
     place = hub.in_cache(str(plan.folder))
-    if place is None:
-        return []
-    rows = []
-    for repository in Path(place.cache).glob("models--*"):
-        facts = [path.stat() for path in repository.glob("blobs/*") if path.is_file()]
-        if facts and repository.name != place.folder:
-            name = repository.name.removeprefix("models--").replace("--", "/", 1)
-            rows.append((max(fact.st_atime for fact in facts), name, sum(fact.st_size for fact in facts)))
-    return [f"{name} ({n_bytes / _GB:.1f} GB)" for _, name, n_bytes in sorted(rows)[:most]]
+    return could_go(plan.folder, [Path(place.cache)] if place is not None else [])
 
 
 def _disk_error(plan: FetchPlan, exc: OSError) -> PenstockError:
     what = f'"{plan.listing.source}" into {plan.folder}'
     if paths.is_full(exc):
-        least_used = _least_used(plan)
+        least_used = _could_go(plan)
         detail = "What was fetched is kept, and the next fetch continues it."
         if least_used:
             detail += f" Used least recently: {', '.join(least_used)}."

@@ -55,12 +55,13 @@ class Peers(Protocol):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Bytes and files that are there of all; `rate_bytes_per_s` over the last ten seconds. `note`: why it waits."""
+    """Bytes and files that are there of all, the latter where files are counted; `rate_bytes_per_s` over the last ten
+    seconds. `note`: why it waits."""
 
     n_bytes: int
     total_bytes: int
-    n_files: int
-    total_files: int
+    n_files: int = 0
+    total_files: int = 0
     rate_bytes_per_s: float | None = None
     note: str = ""
 
@@ -71,14 +72,16 @@ class Progress(msgspec.Struct, frozen=True):
     @property
     def done(self) -> str:
         """ "17/30 files, 12.3 GiB of 30.0 GiB"."""
-        return f"{self.n_files}/{self.total_files} files, {show_bytes(self.n_bytes)} of {show_bytes(self.total_bytes)}"
+        files = f"{self.n_files}/{self.total_files} files, " if self.total_files else ""
+        return f"{files}{show_bytes(self.n_bytes)} of {show_bytes(self.total_bytes)}"
 
     @property
     def line(self) -> str:
         """ "17/30 files, 12.3 GiB of 30.0 GiB, 1.1 GiB/s, 16.1 s left"."""
         words = [self.done]
         if self.rate_bytes_per_s and self.left_s is not None:
-            words += [f"{show_bytes(self.rate_bytes_per_s)}/s", f"{show_seconds(self.left_s)} left"]
+            left = [f"{show_seconds(self.left_s)} left"] if self.n_bytes < self.total_bytes else []
+            words += [f"{show_bytes(self.rate_bytes_per_s)}/s", *left]
         return ", ".join([*words, *([self.note] if self.note else [])])
 
 

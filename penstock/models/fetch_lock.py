@@ -83,7 +83,8 @@ class FetchLock:
             owner = owner_of(self._path)
             if owner != seen:
                 if owner is not None:
-                    self._say(f"waiting for process {owner.pid} on {owner.host.partition(' ')[0]}: {owner.line}")
+                    who = f"process {owner.pid} on {owner.host.partition(' ')[0]}"
+                    self._say(f"waiting for {who}, which fetches it" + (f": {owner.line}" if owner.line else ""))
                 seen, since = owner, time.monotonic()
             if time.monotonic() - since > STALE_S or (owner is not None and _is_dead(owner)):
                 return

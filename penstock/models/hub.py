@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 from penstock import __version__
 from penstock.errors import PenstockError, UserError
@@ -117,6 +118,20 @@ def parse_id(model: str) -> HubId | None:
     return None if match is None or ".." in model else HubId(match[1], match[2], match[3] or match[4])
 
 
+def _check_endpoint() -> None:
+    """The package reads the address when it is imported, and fails in words of its own.  Raises UserError."""
+    try:
+        parts = urlsplit(endpoint())
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        is_address = False
+    if not is_address:
+        raise UserError(
+            f'cannot use HF_ENDPOINT "{shown_endpoint()}": it is no address',
+            hint="It is the address of the hub or of a mirror, such as https://hub.example.com.",
+        )
+
+
 def is_id(model: str) -> bool:
     """Whether a model's name has the form of a hub id. Pure."""
     return parse_id(model) is not None
@@ -201,6 +216,7 @@ def list_hashes(name: str, revision: str | None = None) -> tuple[str, dict[str, 
 
 def _library(name: str) -> Any:
     """The package, which a host that only ssh reaches may lack.  Raises UserError."""
+    _check_endpoint()
     try:
         import huggingface_hub
     except ImportError as exc:

@@ -22,6 +22,7 @@ from penstock.errors import UserError
 from penstock.models import fetch_lock, files, hub, manifest
 from penstock.models.fetch_files import NOTES, PARTS
 from penstock.spec.deployment import DEMO_MODEL
+from penstock.text import show_bytes
 
 State = Literal["whole", "part", "changed"]
 _PREFIX = "models--"
@@ -85,6 +86,23 @@ def note(folder: Path) -> None:
     if folder not in known:
         paths.home().mkdir(parents=True, exist_ok=True, mode=0o700)
         _write_noted([*known, folder])
+
+
+def could_go(folder: Path, caches: Iterable[Path] = (), most: int = 5) -> list[str]:
+    """Other models on the disk of a folder that is to be made, those used longest ago first: "org/name (12.3 GiB)"."""
+    folder, disk = folder.absolute(), paths.nearest_existing(folder).stat().st_dev
+    places: dict[str, list[Kept]] = {}
+    with contextlib.suppress(UserError):  # a cache that cannot be read
+        for row in every(caches):
+            if row.kind != "bundled" and not folder.is_relative_to(row.place):
+                places.setdefault(row.place, []).append(row)
+    rows = []
+    for place, revisions in places.items():
+        with contextlib.suppress(OSError):  # removed since it was listed
+            if Path(place).stat().st_dev == disk:
+                used_at = max(row.used_at or 0.0 for row in revisions)
+                rows.append((used_at, revisions[0].name, total_bytes(revisions)))
+    return [f"{name} ({show_bytes(n_bytes)})" for _, name, n_bytes in sorted(rows)[:most]]
 
 
 def choose(rows: Sequence[Kept], name: str) -> list[Kept]:
@@ -156,7 +174,7 @@ def remove(rows: Sequence[Kept]) -> int:
         return before
     except OSError as exc:
         raise UserError(
-            f'could not remove "{rows[0].name}": {exc.strerror}', detail=str(exc.filename or place), is_retryable=True
+            f'could not remove "{rows[0].name}": {exc.strerror}', detail=str(place), is_retryable=True
         ) from exc
 
 

@@ -42,6 +42,7 @@ FETCHERS: dict[Kind, str] = {
 }
 _BLOCK_BYTES = 1 << 20
 _STORES = ("s3://", "gs://", "az://")
+_PAGE = re.compile(r"https?://[^/]+/([\w.-]+/[\w.-]+)")  # of a model on a hub, as a browser shows it
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 # Copies of the weights, or of other programs' forms of them.
 _NOT_OURS = ("original/*", "onnx/*", "openvino/*", "coreml/*", "MANIFEST.json", ".*", "*/.*")
@@ -109,9 +110,12 @@ def parse(text: str, revision: str | None = None) -> Source:
     kind: Kind = "modelscope" if text.startswith("ms://") else "hub"
     repository = hub.parse_id(text.removeprefix("ms://"))
     if repository is None:
+        page = _PAGE.match(text)
         raise UserError(
             f'cannot fetch model "{text}": it is no model\'s name',
-            hint="A hub id (org/name, hf://org/name@revision), ms://org/name, s3:// gs:// az://, or a folder.",
+            hint=f"Give its name: {page[1]}."
+            if page
+            else "A hub id (org/name, hf://org/name@revision), ms://org/name, s3:// gs:// az://, or a folder.",
         )
     return Source(kind, repository.name, revision or repository.revision, repository.inside)
 
@@ -183,16 +187,24 @@ def choose(
     if not weights and pickles and allow_pickle:
         weights = pickles
     if not weights:
-        raise UserError(
-            f'cannot fetch "{what}": it has no file of weights that an engine loads',
-            detail=f"Its weights are pickled ({pickles[0]}), which can run code when they are loaded."
-            if pickles
-            else None,
-            hint="Choose a repository with safetensors, or set cache.allow_pickle: true if you trust its author."
-            if pickles
-            else None,
-        )
+        raise _no_weights(what, usable, inside, pickles)
     return sorted({*weights, *texts})
+
+
+def _no_weights(what: str, names: Sequence[str], inside: str | None, pickles: Sequence[str]) -> UserError:
+    ggufs = sorted(name for name in names if name.lower().endswith(".gguf"))
+    if inside not in (None, "gguf") and ggufs:
+        shown = ", ".join(ggufs[:12]) + (f" and {len(ggufs) - 12} more" if len(ggufs) > 12 else "")
+        return UserError(f'cannot fetch "{what}": it has no GGUF file "{inside}"', detail=f"It has {shown}.")
+    message = f'cannot fetch "{what}": it has no file of weights that an engine loads'
+    if not pickles:
+        shown = ", ".join(sorted(names)[:6]) or "no file of a model"
+        return UserError(message, detail=f"It has {shown}.", hint="Engines load *.safetensors, or *.gguf.")
+    return UserError(
+        message,
+        detail=f"Its weights are pickled ({pickles[0]}), which can run code when they are loaded.",
+        hint="Choose a repository with safetensors, or set cache.allow_pickle: true if you trust its author.",
+    )
 
 
 def list_hub(source: Source) -> Listing:

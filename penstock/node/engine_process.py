@@ -135,11 +135,12 @@ def _environment(command: Command, folder: Path) -> dict[str, str]:
 
 
 def _link(link: Path, target: Path) -> None:
-    """A full disk, or another start that was faster: the engine then makes a folder there, or finds one."""
+    """Relative, so that a copy of the whole folder is right elsewhere. After an error (a full disk, another start that
+    was faster) the engine makes a folder there, or finds one."""
     with contextlib.suppress(OSError):
         target.mkdir(parents=True, exist_ok=True, mode=0o700)
         link.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        link.symlink_to(target)
+        link.symlink_to(os.path.relpath(target, link.parent))
 
 
 def _role(entry: psutil.Process) -> str:

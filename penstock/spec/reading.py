@@ -31,7 +31,8 @@ def read(source: str | Path, settings: Sequence[str] = ()) -> Deployment:
         if is_yaml(source) or (path.is_file() and path.suffix != ".gguf"):
             return load(path, settings)
         # A path is the same model from everywhere: `up` compares files by their values.
-        is_model_path = source != DEMO_MODEL and (path.is_dir() or path.is_file())
+        # Path("") is the current folder, which an unset variable of a script does not mean.
+        is_model_path = str(source) not in ("", DEMO_MODEL) and (path.is_dir() or path.is_file())
     except (OSError, ValueError) as exc:
         why = getattr(exc, "strerror", None) or str(exc)
         shown = str(source) if len(str(source)) <= 200 else f"{str(source)[:200]}..."

@@ -53,19 +53,24 @@ def _fetched(deployment: Deployment) -> ModelCheck:
         text = f"{model} is not in the cache of this machine, and HF_HUB_OFFLINE is set"
         finding = Finding("model", "bad", text, "Unset HF_HUB_OFFLINE, or give a folder.")
         return ModelCheck((finding,), is_absent=True, download_bytes=0)
-    n_bytes, where = 0, "is on the hub" if source.kind == "hub" else "can be fetched"
     try:
-        if source.kind != "hub" or source.inside is not None:
-            n_bytes = sources.resolve(source, deployment.cache.allow_pickle).n_bytes
-        else:
-            hub.read_json(source.name, "config.json", source.revision)
+        if source.kind == "hub":
+            _check_access(source)
+        n_bytes = sources.resolve(source, deployment.cache.allow_pickle).n_bytes
     except PenstockError as error:
-        if not isinstance(error, hub.HubError) or not error.is_missing:  # repositories of GGUF files lack config.json
-            return ModelCheck((_bad(error),), is_absent=True, download_bytes=0)
-    whole = _read(model)
-    n_bytes = n_bytes or (whole.index_bytes if whole is not None else None) or 0
+        return ModelCheck((_bad(error),), is_absent=True, download_bytes=0)
+    where = "is on the hub" if source.kind == "hub" else "can be fetched"
     finding = Finding("model", "ok", f"{model} {where}: {show_bytes(n_bytes) if n_bytes else 'size unknown'}")
-    return ModelCheck((finding,), whole, n_bytes, is_absent=True)
+    return ModelCheck((finding,), _read(model), n_bytes, is_absent=True)
+
+
+def _check_access(source: sources.Source) -> None:
+    """The hub lists the files of a gated repository to everybody, and gives them to few.  Raises HubError."""
+    try:
+        hub.read_json(source.name, files.CONFIG, source.revision)
+    except hub.HubError as error:
+        if not error.is_missing:  # repositories of GGUF files lack config.json
+            raise
 
 
 def _left_to_nodes(model: str, check: ModelCheck) -> ModelCheck:
