@@ -174,11 +174,14 @@ const drafts = {
   restore() {
     const box = this.box();
     const text = kept(sessionStorage, this.key()) || kept(localStorage, this.key());
-    if (!box || box.value === text) return;
-    box.value = text;
-    box.dispatchEvent(new Event("input", { bubbles: true }));
+    if (box && box.value !== text) fill(box, text);
   },
 };
+
+function fill(box, text) {
+  box.value = text;
+  box.dispatchEvent(new Event("input", { bubbles: true }));
+}
 
 function notify(text, action) {
   const notice = el("div", { class: "penstock-notice" }, text);
@@ -239,3 +242,11 @@ document.addEventListener("input", (event) => event.target.closest?.("#penstock-
 addEventListener("DOMContentLoaded", lookAgain);
 observer.observe(document.documentElement, { childList: true, subtree: true });
 whenThere("#penstock-message textarea", () => ready.then(() => drafts.restore()));
+// The texts of the other tabs outlive a reload too.
+for (const id of ["penstock-prompt", "penstock-question"]) {
+  whenThere(`#${id} textarea`, (box) => {
+    const text = kept(sessionStorage, `penstock.draft.${id}`);
+    if (text) fill(box, text);
+    box.addEventListener("input", () => keep(sessionStorage, `penstock.draft.${id}`, box.value));
+  });
+}
