@@ -5,34 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
 
 import pytest
-from chat_page_driver import People, log_in, violations
-from chat_page_rig import Answer, ChatPage, Gate, chat_page
-from chromium import chromium
+from chat_page_driver import People, violations
+from chat_page_fixtures import browser_fixture, cookies_fixture, people_fixture, rig_fixture  # noqa: F401
+from chat_page_rig import Answer, ChatPage, Gate
 from playwright.sync_api import Page, expect
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 
 HOSTILE = 'it\'s "quoted" $(touch /tmp/pwned) \\ <img src=x onerror=alert(1)>'
-
-
-@pytest.fixture(scope="module")
-def people(tmp_path_factory: pytest.TempPathFactory) -> Iterator[People]:
-    with (
-        chat_page(tmp_path_factory.mktemp("chat-page")) as rig,
-        chromium() as browser,
-        People(browser, rig, log_in(browser, rig)) as people,
-    ):
-        yield people
-
-
-@pytest.fixture
-def rig(people: People) -> Iterator[ChatPage]:
-    yield people.rig
-    people.rig.answers.clear()
-    people.rig.engine.asked.clear()
 
 
 def opened(people: People, name: str) -> Page:
@@ -113,6 +95,24 @@ def test_log_out_ends_the_session_and_keeps_the_conversations(people: People, ri
     expect(chat.page.get_by_text("You logged out.")).to_be_visible()
     chat.page.goto(f"{rig.url}#key={rig.make_key('leaver2')}")
     expect(chat.chats).to_have_text(["hello"])
+
+
+def test_what_was_typed_on_any_tab_outlives_a_reload(people: People, rig: ChatPage) -> None:
+    chat = people.chat()
+    boxes = {"Completion": "Prompt", "Compare": "Question for both"}
+    for tab, label in boxes.items():
+        chat.page.get_by_role("tab", name=tab, exact=True).click()
+        chat.page.get_by_label(label, exact=True).fill(f"typed in {tab}")
+    chat.page.get_by_role("button", name="Settings").click()
+    settings = chat.page.locator("#penstock-settings")
+    settings.get_by_label("System message", exact=True).fill("Be brief.")
+    chat.page.reload()
+    expect(settings.get_by_label("System message", exact=True)).to_have_value("Be brief.")
+    chat.ask_and_wait("hello")
+    assert rig.engine.asked[0].body["messages"][0] == {"role": "system", "content": "Be brief."}
+    for tab, label in boxes.items():
+        chat.page.get_by_role("tab", name=tab, exact=True).click()
+        expect(chat.page.get_by_label(label, exact=True)).to_have_value(f"typed in {tab}")
 
 
 # What the page draws waits for letGo().

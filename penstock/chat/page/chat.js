@@ -253,6 +253,7 @@ window.penstockChat = {
   drawn() {
     const { waiting } = chat;
     Object.assign(chat, { waiting: null, drawingUntil: 0 });
+    system.restore();
     sendWaiting(waiting);
   },
 };
