@@ -28,6 +28,8 @@ import msgspec
 from gateway_rig import DONE, SSE_HEAD, TOKEN, Rig, Seen, chunk
 
 from penstock.chat.page.config import PageConfig
+from penstock.gateway.accounting import store
+from penstock.gateway.accounting.usage_store import UsageStore
 from penstock.gateway.config import ServedModel
 from penstock.hardware.network import free_port
 from penstock.spec.gateway import Price
@@ -253,6 +255,11 @@ class ChatPage:
 
         assert self.rig is not None
         self.do(revoke(self.rig))
+
+    def n_counted(self, name: str) -> int:
+        """Requests that the gateway has counted for that key."""
+        with contextlib.closing(store.connect(str(self.folder / "keys.db"))) as database:
+            return sum(row.n_requests for row in UsageStore(database).usage(["key"]) if row.group == (name,))
 
     def start_page(self) -> None:
         """Blocks until it answers."""

@@ -340,6 +340,31 @@ def test_an_image_without_text_is_still_there_when_a_setting_is_refused(people: 
     assert not rig.engine.asked
 
 
+def test_settings_go_with_the_question_and_stay_with_the_conversation(people: People, rig: ChatPage) -> None:
+    chat = people.chat()
+    panel = chat.page.locator("#penstock-settings")
+    chat.page.get_by_role("button", name="Settings").click()
+    typed = {"System message": "Be brief.", "Temperature": "0.2", "Top p": "0.9", "Top k": "40", "Min p": "0.05"}
+    for label, text in {**typed, "Seed": "7", "Stop": "END\n\\n\\n"}.items():
+        panel.get_by_label(label, exact=True).fill(text)
+    panel.get_by_label("JSON mode").check()
+    panel.get_by_label("off", exact=True).check()
+    chat.ask_and_wait("hello")
+    sent = rig.engine.asked[0].body
+    numbers = {"temperature": 0.2, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": 7, "max_tokens": 512}
+    more = {"stop": ["END", "\n\n"], "response_format": {"type": "json_object"}}
+    more["chat_template_kwargs"] = {"enable_thinking": False, "thinking": False}
+    assert {name: sent[name] for name in (*numbers, *more)} == {**numbers, **more}
+    assert [message["role"] for message in sent["messages"]] == ["system", "user"]
+    chat.page.reload()
+    for label, text in typed.items():
+        expect(panel.get_by_label(label, exact=True)).to_have_value(text)
+    chat.page.get_by_role("button", name="Settings").click()
+    panel.get_by_label("Send the system message").uncheck()
+    chat.ask_and_wait("and now")
+    assert "system" not in [message["role"] for message in rig.engine.asked[1].body["messages"]]
+
+
 def png(width: int, height: int) -> bytes:
     def part(name: bytes, data: bytes) -> bytes:
         return len(data).to_bytes(4, "big") + name + data + zlib.crc32(name + data).to_bytes(4, "big")

@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from chat_page_driver import People, violations
+from chat_page_driver import Chat, People, violations
 from chat_page_fixtures import browser_fixture, cookies_fixture, people_fixture, rig_fixture  # noqa: F401
 from chat_page_rig import START_S, Answer, ChatPage, Gate
 from chromium import WAIT_S
@@ -61,6 +61,8 @@ def test_login_wants_a_key_that_the_gateway_takes(people: People, rig: ChatPage)
     page.keyboard.press("Enter")
     expect(page.locator("#penstock-message textarea")).to_be_visible()
     assert key not in page.content()
+    Chat(page, rig).ask_and_wait("hello")
+    rig.wait_until(lambda: rig.n_counted("bob") == 1, "the question is counted for who asked it")
     cookie = next(cookie for cookie in page.context.cookies() if cookie["name"].startswith("penstock-ui"))
     assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Lax")
 
