@@ -94,6 +94,10 @@ class ScriptedEngine:
         self.answers: dict[str, Answer] = {}
         self.asked: list[Asked] = []
 
+    def n_open(self, question: str) -> int:
+        """Answers to it that still grow."""
+        return sum(asked.question == question and not asked.ended.is_set() for asked in self.asked)
+
     async def reply(self, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         headers = {name.decode().lower(): value.decode() for name, value in seen.head.headers}
         if not seen.body:

@@ -51,7 +51,7 @@ function cancelEdit() {
 function remove(id) {
   const before = page.conversation;
   order("delete", id);
-  notify("Message deleted, and what followed.", { name: "Undo", run: () => putBack(before) });
+  notify("Message deleted.", { name: "Undo", run: () => putBack(before) });
 }
 
 async function putBack(before) {
@@ -183,7 +183,7 @@ async function addImages(files) {
 
 whenThere("#penstock-ask", (row) => {
   const input = el("input", { type: "file", accept: "image/*", multiple: true, hidden: true, onchange: () => addImages(input.files).then(() => (input.value = "")) });
-  const attach = el("button", { id: "penstock-attach", type: "button", "aria-label": "Attach images", title: "Attach images", onclick: () => input.click() }, "+");
+  const attach = el("button", { id: "penstock-attach", type: "button", hidden: true, "aria-label": "Attach images", title: "Attach images", onclick: () => input.click() }, "+");
   row.prepend(attach, input);
   row.addEventListener("paste", (event) => addImages(event.clipboardData?.files ?? []));
   row.addEventListener("dragover", (event) => event.preventDefault());

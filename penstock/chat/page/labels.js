@@ -9,9 +9,10 @@ function labelAll() {
     const isOpen = String(Boolean(title.nextElementSibling));
     if (title.getAttribute("aria-expanded") !== isOpen) title.setAttribute("aria-expanded", isOpen);
   }
-  // Gradio names each message, and a name needs a role.
+  // Gradio's name of each message is all of its text, at each update of it; ours goes before that one.
   for (const message of document.querySelectorAll(":is([data-testid=bot], [data-testid=user])[aria-label]:not([role])")) {
     message.setAttribute("role", "group");
+    message.setAttribute("aria-labelledby", `penstock-name-${message.dataset.testid}`);
   }
   for (const list of document.querySelectorAll("#penstock-chat .examples[role=list]")) {
     list.setAttribute("role", "group");
@@ -19,6 +20,9 @@ function labelAll() {
   }
 }
 
+for (const [who, name] of Object.entries({ bot: "Answer", user: "Question" })) {
+  document.addEventListener("DOMContentLoaded", () => document.body.append(el("span", { id: `penstock-name-${who}`, hidden: true }, name)));
+}
 watched.push(labelAll);
 for (const [id, name] of Object.entries(SIDEBARS)) {
   whenThere(`#${id} > .toggle-button`, (button) => {
