@@ -103,7 +103,7 @@ def test_what_was_typed_on_any_tab_outlives_a_reload(people: People, rig: ChatPa
     for tab, label in boxes.items():
         chat.page.get_by_role("tab", name=tab, exact=True).click()
         chat.page.get_by_label(label, exact=True).fill(f"typed in {tab}")
-    chat.page.get_by_role("button", name="Settings").click()
+    chat.page.get_by_role("button", name="Settings", exact=True).click()
     settings = chat.page.locator("#penstock-settings")
     settings.get_by_label("System message", exact=True).fill("Be brief.")
     chat.page.reload()
