@@ -12,7 +12,7 @@ from chat_page_rig import ChatPage
 from chromium import WAIT_S
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, Request, expect
 
-WIDE, PHONE = {"width": 1360, "height": 900}, {"width": 390, "height": 844}
+WIDE, PHONE = {"width": 1360, "height": 900}, {"width": 360, "height": 740}
 # Whether the browser's database has the end of this tab's conversation. One without turns is not kept.
 _IS_KEPT = """() => new Promise((tell) => {
   const { id, turns, leaf } = JSON.parse(penstock.current());
@@ -93,7 +93,9 @@ class Chat:
         return [turn["text"] for turn in self.stored()["turns"].values()]
 
     def new(self) -> None:
+        """A new conversation, when it is drawn."""
         self.page.get_by_role("button", name="New chat").click()
+        expect(self.figures).to_have_count(0)
 
 
 class People:

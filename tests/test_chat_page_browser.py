@@ -40,6 +40,7 @@ def test_first_question_is_answered_with_figures_and_kept(people: People, rig: C
     expect(chat.conversation).to_contain_text("Good morning")
     expect(chat.figures).to_have_text(FIGURES)
     chat.wait_over()
+    expect(chat.conversation.get_by_role("group", name="Answer", exact=True).first).to_have_text("Good morning")
     expect(chat.box).to_have_value("")
     expect(chat.chats).to_have_text(["hello"])
     asked = rig.engine.asked[0].body
@@ -403,6 +404,10 @@ def test_page_has_no_serious_violation(people: People, rig: ChatPage, look: str)
     if look == "phone":
         expect(chat.box).to_be_in_viewport()
         expect(chat.figures).to_be_in_viewport()
+        chat.page.locator("h1").click()
+        chat.page.keyboard.press("?")
+        keys = chat.page.get_by_role("dialog", name="Keyboard shortcuts").bounding_box()
+        assert keys and keys["x"] >= 0 and keys["x"] + keys["width"] <= PHONE["width"]
     if look == "dark":
         assert chat.page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
 

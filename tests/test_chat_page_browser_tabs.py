@@ -53,7 +53,9 @@ def test_raw_prompt_is_completed_and_stopped(people: People, rig: ChatPage) -> N
 
 def test_two_answers_grow_at_once_side_by_side(people: People, rig: ChatPage) -> None:
     gate = Gate()
-    rig.answers["why?"] = Answer(("because ", gate, "<script>alert(1)</script> **so**"))
+    rig.answers["why?"] = Answer(
+        ("because ", gate, "<script>alert(1)</script> **so**\n```python\nprint(1)  # so\n```\n")
+    )
     page = opened(people, "Compare")
     tab = page.locator("#penstock-compare")
     tab.get_by_text("Right: settings").click()
@@ -140,4 +142,4 @@ def test_a_question_that_is_sent_before_the_page_is_drawn_is_asked_after_it(peop
         expect(chat.conversation).to_contain_text("You said: early")
         chat.wait_answered()
         chat.page.evaluate("hold()")
-        chat.new()
+        chat.page.get_by_role("button", name="New chat").click()

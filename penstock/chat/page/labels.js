@@ -1,5 +1,6 @@
 // Names and states for screen readers where Gradio has none; a sidebar's button says what it opens.
 
+const NAMES = { bot: "Answer", user: "Question" };
 const SIDEBARS = { "penstock-left": "Chats", "penstock-settings": "Settings" };
 
 function labelAll() {
@@ -10,6 +11,9 @@ function labelAll() {
     if (title.getAttribute("aria-expanded") !== isOpen) title.setAttribute("aria-expanded", isOpen);
   }
   // Gradio's name of each message is all of its text, at each update of it; ours goes before that one.
+  for (const [who, name] of Object.entries(NAMES)) {
+    if (!byId(`penstock-name-${who}`)) document.body.append(el("span", { id: `penstock-name-${who}`, hidden: true }, name));
+  }
   for (const message of document.querySelectorAll(":is([data-testid=bot], [data-testid=user])[aria-label]:not([role])")) {
     message.setAttribute("role", "group");
     message.setAttribute("aria-labelledby", `penstock-name-${message.dataset.testid}`);
@@ -20,9 +24,6 @@ function labelAll() {
   }
 }
 
-for (const [who, name] of Object.entries({ bot: "Answer", user: "Question" })) {
-  document.addEventListener("DOMContentLoaded", () => document.body.append(el("span", { id: `penstock-name-${who}`, hidden: true }, name)));
-}
 watched.push(labelAll);
 for (const [id, name] of Object.entries(SIDEBARS)) {
   whenThere(`#${id} > .toggle-button`, (button) => {
