@@ -222,6 +222,9 @@ def test_lost_connection_is_said_and_tried_again(open_page: Open) -> None:
     with PageServer(playing(samples.snapshot())) as server:
         page = open_page(server.url, may_complain=True, has_clock=True)
         expect(page.locator("#link-text")).to_have_text("live")
+        expect(page.locator("#replicas tr")).to_have_count(4)
+        # From here on time stands still, so that no try comes before the test looks; 15 s of silence end a stream.
+        page.clock.pause_at(page.evaluate("Date.now()") / 1000 + 10)
         server.is_down = True
         server.end_streams()
         expect(page.locator("#link-text")).to_have_text("connection lost, trying again in 1 s")
