@@ -393,7 +393,10 @@ def test_tool_calls_are_shown_and_run_by_nobody(people: People, rig: ChatPage) -
 
 @pytest.mark.parametrize("look", ["light", "phone", nightly("dark")])
 def test_page_has_no_serious_violation(people: People, rig: ChatPage, look: str) -> None:
-    steps = ({"reasoning": "Hm."}, "Text, `code`, [a link](https://example.com), $x$\n\n```python\nprint(1)\n```\n")
+    steps = (
+        {"reasoning": "Hm."},
+        "Text, `code`, [a link](https://example.com), $x$\n\n```python\nprint(" + "1, " * 99 + ")\n```\n",
+    )
     rig.answers["all"] = Answer((*steps, "\n| a | b |\n|---|---|\n| 1 | 2 |\n"))
     options: dict[str, Any] = {"dark": {"color_scheme": "dark"}, "phone": {"viewport": PHONE, "has_touch": True}}
     chat = people.chat(**options.get(look, {}))

@@ -18,6 +18,8 @@ function labelAll() {
     message.setAttribute("role", "group");
     message.setAttribute("aria-labelledby", `penstock-name-${message.dataset.testid}`);
   }
+  // Wide code and tables scroll, also for those who have a keyboard only.
+  for (const wide of document.querySelectorAll(".md :is(pre, table):not([tabindex])")) wide.tabIndex = 0;
   for (const list of document.querySelectorAll("#penstock-chat .examples[role=list]")) {
     list.setAttribute("role", "group");
     list.setAttribute("aria-label", "Examples");
