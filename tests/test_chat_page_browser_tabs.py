@@ -54,7 +54,7 @@ def test_raw_prompt_is_completed_and_stopped(people: People, rig: ChatPage) -> N
 def test_two_answers_grow_at_once_side_by_side(people: People, rig: ChatPage) -> None:
     gate = Gate()
     rig.answers["why?"] = Answer(
-        ("because ", gate, "<script>alert(1)</script> **so**\n```python\nprint(1)  # so\n```\n")
+        ("because ", gate, "<script>alert(1)</script> **so**\n```python\nprint(" + "1, " * 99 + ")  # so\n```\n")
     )
     page = opened(people, "Compare")
     tab = page.locator("#penstock-compare")
