@@ -9,15 +9,28 @@ from typing import Any
 
 from axe_playwright_python.sync_playwright import Axe
 from chat_page_rig import ChatPage
+from chromium import WAIT_S
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, Request, expect
 
-WIDE, PHONE = {"width": 1360, "height": 900}, {"width": 390, "height": 844}
+WIDE, PHONE = {"width": 1360, "height": 900}, {"width": 360, "height": 740}
+# Whether the browser's database has the end of this tab's conversation. One without turns is not kept.
+_IS_KEPT = """() => new Promise((tell) => {
+  const { id, turns, leaf } = JSON.parse(penstock.current());
+  const opening = indexedDB.open("penstock");
+  opening.onsuccess = () => {
+    const reading = opening.result.transaction("conversations").objectStore("conversations").get(id);
+    reading.onsuccess = () => {
+      opening.result.close();
+      tell(!leaf || JSON.stringify(reading.result?.turns[leaf]) === JSON.stringify(turns[leaf]));
+    };
+  };
+})"""
 # What Chromium says of a page's own requests that fail on purpose: the tests of failures allow it.
 _NETWORK = re.compile("AbortError|network ?error|Connection errored|Failed to|ERR_|EventSource", re.IGNORECASE)
 
 
 class Chat:
-    """One tab. Locators wait; `expect` has a timeout of some seconds."""
+    """One tab. Locators and `expect` wait."""
 
     def __init__(self, page: Page, rig: ChatPage) -> None:
         self.page, self.rig = page, rig
@@ -37,19 +50,31 @@ class Chat:
         self.box.press("Enter")
 
     def ask_and_wait(self, text: str, answer: str | None = None) -> None:
-        """Until the answer is whole: its figures are there."""
+        """Until the answer is whole, and kept."""
         n_before = self.figures.count()
         self.ask(text)
         expect(self.conversation).to_contain_text(answer or f"You said: {text}")
-        expect(self.figures).to_have_count(n_before + 1)
+        self.wait_answered(n_before + 1)
 
     def act(self, name: str) -> Locator:
         """The buttons below questions and answers: copy, retry, edit, delete, choose, continue, shrink."""
         return self.page.locator(f"button[data-act={name}]")
 
+    def wait_answered(self, n: int = 1) -> None:
+        """Until there are figures below `n` answers, and the last is kept."""
+        expect(self.figures).to_have_count(n)
+        self.wait_over()
+
     def wait_over(self) -> None:
         """Until the last event is over, and kept: the page is drawn a moment before."""
         expect(self.page.locator("body.penstock-busy")).to_have_count(0)
+        self.wait_kept()
+
+    def wait_kept(self, text: str | None = None) -> None:
+        """Until what this tab has outlives it; `text`: of the answer that grows."""
+        if text is not None:
+            self.rig.wait_until(lambda: self.leaf["text"] == text, f"{text!r} has come")
+        self.page.wait_for_function(_IS_KEPT)
 
     @property
     def leaf(self) -> dict[str, Any]:
@@ -63,8 +88,14 @@ class Chat:
         conversation: dict[str, Any] = json.loads(self.page.evaluate("penstock.current()"))
         return conversation
 
+    def texts(self) -> list[str]:
+        """Of all turns, the oldest first."""
+        return [turn["text"] for turn in self.stored()["turns"].values()]
+
     def new(self) -> None:
+        """A new conversation, when it is drawn."""
         self.page.get_by_role("button", name="New chat").click()
+        expect(self.figures).to_have_count(0)
 
 
 class People:
@@ -79,7 +110,7 @@ class People:
 
     def context(self, *, is_logged_in: bool = True, **options: Any) -> BrowserContext:
         context = self.browser.new_context(**{"viewport": WIDE, "timezone_id": "UTC", **options})
-        context.set_default_timeout(15_000)
+        context.set_default_timeout(1000 * WAIT_S)
         if is_logged_in:
             context.add_cookies(self.cookies)
         self.contexts.append(context)
@@ -130,9 +161,10 @@ def violations(page: Page) -> list[str]:
 def log_in(browser: Browser, rig: ChatPage, name: str = "ann") -> list[Any]:
     """The cookies of somebody who came by the address that `penstock ui` opens."""
     with contextlib.closing(browser.new_context()) as context:
+        context.set_default_timeout(1000 * WAIT_S)
         page = context.new_page()
         page.goto(f"{rig.url}#key={rig.make_key(name)}")
-        page.locator("#penstock-message textarea").wait_for(timeout=20_000)
+        page.locator("#penstock-message textarea").wait_for()
         assert "key=" not in page.url
         cookies: list[Any] = context.cookies()
         return cookies

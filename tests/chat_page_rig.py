@@ -28,13 +28,15 @@ import msgspec
 from gateway_rig import DONE, SSE_HEAD, TOKEN, Rig, Seen, chunk
 
 from penstock.chat.page.config import PageConfig
+from penstock.gateway.accounting import store
+from penstock.gateway.accounting.usage_store import UsageStore
 from penstock.gateway.config import ServedModel
 from penstock.hardware.network import free_port
 from penstock.spec.gateway import Price
 
 MODEL = "demo"
-START_S = 90.0  # importing Gradio takes 5 seconds of CPU
-SOON_S = 30.0
+START_S = 180.0  # importing Gradio takes 5 seconds of CPU, and the tests of a run share two cores
+SOON_S = 90.0
 PRICE = Price(input=1.0, output=2.0, cached=0.5)
 
 Result = TypeVar("Result")
@@ -67,12 +69,12 @@ class Answer:
 
 @dataclass
 class Asked:
-    """A request as the engine got it. `cut_at`: when its peer left before the end, by time.monotonic."""
+    """A request as the engine got it. `is_cut`: its peer left before the end."""
 
     path: str
     headers: dict[str, str]
     body: dict[str, Any]
-    cut_at: float | None = None
+    is_cut: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -92,6 +94,10 @@ class ScriptedEngine:
         self.answers: dict[str, Answer] = {}
         self.asked: list[Asked] = []
 
+    def n_open(self, question: str) -> int:
+        """Answers to it that still grow."""
+        return sum(asked.question == question and not asked.ended.is_set() for asked in self.asked)
+
     async def reply(self, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         headers = {name.decode().lower(): value.decode() for name, value in seen.head.headers}
         if not seen.body:
@@ -108,7 +114,7 @@ class ScriptedEngine:
         playing = asyncio.ensure_future(_play(answer, asked, writer))
         await asyncio.wait((left, playing), return_when=asyncio.FIRST_COMPLETED)
         if left.done() and not playing.done():
-            asked.cut_at = time.monotonic()
+            asked.is_cut = True
         playing.cancel()
         left.cancel()
         asked.ended.set()
@@ -181,7 +187,7 @@ class ChatPage:
 
     def do(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """In the loop of gateway and engine."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(20)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(SOON_S)
 
     def start_gateway(self, *, is_ready: bool = True, **changes: Any) -> None:
         """A gateway at the same address, with the engine as its replica "0"."""
@@ -189,7 +195,7 @@ class ChatPage:
             "listen": f"127.0.0.1:{self.gateway_port}",
             "auth": "keys",
             "store": str(self.folder / "keys.db"),
-            "hold_s": 30.0,
+            "hold_s": 600.0,
             "prices": {MODEL: PRICE},
             "models": (ServedModel(MODEL),),
         }
@@ -254,6 +260,11 @@ class ChatPage:
         assert self.rig is not None
         self.do(revoke(self.rig))
 
+    def n_counted(self, name: str) -> int:
+        """Requests that the gateway has counted for that key."""
+        with contextlib.closing(store.connect(str(self.folder / "keys.db"))) as database:
+            return sum(row.n_requests for row in UsageStore(database).usage(["key"]) if row.group == (name,))
+
     def start_page(self) -> None:
         """Blocks until it answers."""
         Path(self.config.folder).mkdir(mode=0o700, exist_ok=True)
@@ -294,7 +305,7 @@ class ChatPage:
         self.kill_page()
         self.stop_gateway()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(SOON_S)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shutil
 import subprocess
@@ -30,28 +29,29 @@ int socket(int domain, int type, int protocol) {
 }
 """
 
+WAIT_S = 90.0  # for what always comes: the tests of a run share two cores
+
 
 @contextlib.contextmanager
-def chromium(timeout_s: float = 30.0) -> Iterator[Browser]:
-    """One browser; skips the test where there is no Chromium. `timeout_s`: of `expect`."""
+def chromium() -> Iterator[Browser]:
+    """One browser; its `expect` waits WAIT_S. Skips the test where there is no Chromium."""
     program = shutil.which("chromium")
     if program is None:
         pytest.skip("chromium is not installed")
-    expect.set_options(timeout=timeout_s * 1000)
-    with sync_playwright() as playwright:
+    expect.set_options(timeout=1000 * WAIT_S)
+    with tempfile.TemporaryDirectory(prefix="penstock-chromium-") as folder, sync_playwright() as playwright:
         # Chromium refuses to sandbox for root, and /dev/shm is small in containers.
         arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--lang=en"]
-        env = {**os.environ, "LD_PRELOAD": library} if (library := _deaf_library()) else None
-        with playwright.chromium.launch(executable_path=program, args=arguments, env=env) as browser:
+        env = {**os.environ, "LD_PRELOAD": library} if (library := _deaf_library(Path(folder))) else None
+        launching = {"executable_path": program, "args": arguments, "env": env, "timeout": 1000 * WAIT_S}
+        with playwright.chromium.launch(**launching) as browser:
             yield browser
 
 
-@functools.cache
-def _deaf_library() -> str | None:
+def _deaf_library(folder: Path) -> str | None:
     compiler = shutil.which("cc")
     if compiler is None:
         return None
-    folder = Path(tempfile.mkdtemp(prefix="penstock-chromium-"))
     source, library = folder / "deaf.c", folder / "deaf.so"
     source.write_text(_DEAF)
     subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)

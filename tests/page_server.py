@@ -46,7 +46,7 @@ class PageServer:
     def end_streams(self) -> None:
         self._n_ended += 1
 
-    def wait_for_streams(self, n: int, within_s: float = 20.0) -> None:
+    def wait_for_streams(self, n: int, within_s: float = 90.0) -> None:
         end = time.monotonic() + within_s
         while self.n_open != n:
             assert time.monotonic() < end, f"{self.n_open} streams are open"

@@ -19,14 +19,14 @@ class PathProxy:
     def __enter__(self) -> PathProxy:
         self._thread.start()
         started = asyncio.start_server(self._serve, "127.0.0.1", 0)
-        server = asyncio.run_coroutine_threadsafe(started, self._loop).result(5)
+        server = asyncio.run_coroutine_threadsafe(started, self._loop).result(60)
         self._host = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self.url = f"http://{self._host}{self._prefix}/"
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(60)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError), contextlib.closing(writer):

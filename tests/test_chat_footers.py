@@ -21,10 +21,12 @@ def acts(html: str) -> list[str]:
 
 def test_buttons_are_those_of_the_role() -> None:
     assert acts(footer(ANSWER, ("a1",))) == ["copy", "retry", "delete"]
-    assert acts(footer(Turn("q1", None, "user", "hello"), ("q1",))) == ["copy", "edit", "delete"]
+    question = Turn("q1", None, "user", "hello")
+    assert acts(footer(question, ("q1",))) == ["copy", "edit", "delete"]
+    assert acts(footer(question, ("q1",), is_open=True)) == ["copy", "retry", "edit", "delete"]
 
 
-@pytest.mark.parametrize("reason", ["length", "stopped"])
+@pytest.mark.parametrize("reason", ["length", "stopped", "unfinished"])
 def test_answer_that_did_not_end_can_go_on(reason: str) -> None:
     cut = Turn("a1", "q1", "assistant", "Good", finish_reason=reason)
     assert "continue" in acts(footer(cut, ("a1",)))

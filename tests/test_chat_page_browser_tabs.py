@@ -5,34 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
 
 import pytest
-from chat_page_driver import People, log_in, violations
-from chat_page_rig import Answer, ChatPage, Gate, chat_page
-from chromium import chromium
+from chat_page_driver import People, violations
+from chat_page_fixtures import browser_fixture, cookies_fixture, people_fixture, rig_fixture  # noqa: F401
+from chat_page_rig import Answer, ChatPage, Gate
 from playwright.sync_api import Page, expect
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 
 HOSTILE = 'it\'s "quoted" $(touch /tmp/pwned) \\ <img src=x onerror=alert(1)>'
-
-
-@pytest.fixture(scope="module")
-def people(tmp_path_factory: pytest.TempPathFactory) -> Iterator[People]:
-    with (
-        chat_page(tmp_path_factory.mktemp("chat-page")) as rig,
-        chromium() as browser,
-        People(browser, rig, log_in(browser, rig)) as people,
-    ):
-        yield people
-
-
-@pytest.fixture
-def rig(people: People) -> Iterator[ChatPage]:
-    yield people.rig
-    people.rig.answers.clear()
-    people.rig.engine.asked.clear()
 
 
 def opened(people: People, name: str) -> Page:
@@ -64,14 +46,16 @@ def test_raw_prompt_is_completed_and_stopped(people: People, rig: ChatPage) -> N
     tab.get_by_role("button", name="Submit").click()
     expect(tab.get_by_label("Answer")).to_have_value("and on")
     tab.get_by_role("button", name="Stop").click()
-    rig.wait_until(lambda: rig.engine.asked[1].cut_at is not None, "the engine's request ends")
+    rig.wait_until(lambda: rig.engine.asked[1].is_cut, "the engine's request ends")
     expect(below).to_have_text("stopped")
     assert violations(page) == []
 
 
 def test_two_answers_grow_at_once_side_by_side(people: People, rig: ChatPage) -> None:
     gate = Gate()
-    rig.answers["why?"] = Answer(("because ", gate, "<script>alert(1)</script> **so**"))
+    rig.answers["why?"] = Answer(
+        ("because ", gate, "<script>alert(1)</script> **so**\n```python\nprint(" + "1, " * 99 + ")  # so\n```\n")
+    )
     page = opened(people, "Compare")
     tab = page.locator("#penstock-compare")
     tab.get_by_text("Right: settings").click()
@@ -115,21 +99,47 @@ def test_log_out_ends_the_session_and_keeps_the_conversations(people: People, ri
     expect(chat.chats).to_have_text(["hello"])
 
 
+def test_what_was_typed_on_any_tab_outlives_a_reload(people: People, rig: ChatPage) -> None:
+    chat = people.chat()
+    boxes = {"Completion": "Prompt", "Compare": "Question for both"}
+    for tab, label in boxes.items():
+        chat.page.get_by_role("tab", name=tab, exact=True).click()
+        chat.page.get_by_label(label, exact=True).fill(f"typed in {tab}")
+    chat.page.get_by_role("button", name="Settings", exact=True).click()
+    settings = chat.page.locator("#penstock-settings")
+    settings.get_by_label("System message", exact=True).fill("Be brief.")
+    chat.page.reload()
+    expect(settings.get_by_label("System message", exact=True)).to_have_value("Be brief.")
+    chat.ask_and_wait("hello")
+    assert rig.engine.asked[0].body["messages"][0] == {"role": "system", "content": "Be brief."}
+    for tab, label in boxes.items():
+        chat.page.get_by_role("tab", name=tab, exact=True).click()
+        expect(chat.page.get_by_label(label, exact=True)).to_have_value(f"typed in {tab}")
+
+
+# What the page draws waits for letGo().
+HELD = """
+window.hold = () => { window.held = new Promise((go) => { window.letGo = go; }); };
+window.hold();
+const ask = window.fetch;
+window.fetch = async (...given) => {
+  const answer = await ask(...given);
+  if (String(given[0]).includes("run/predict")) await window.held;
+  return answer;
+};
+"""
+
+
 def test_a_question_that_is_sent_before_the_page_is_drawn_is_asked_after_it(people: People) -> None:
     chat = people.chat()
-    chat.page.add_init_script(
-        "const ask = window.fetch; window.fetch = async (...given) => {"
-        " const answer = await ask(...given);"
-        " if (String(given[0]).includes('run/predict')) await new Promise((over) => setTimeout(over, 2000));"
-        " return answer; };"
-    )
+    chat.page.add_init_script(HELD)
     chat.page.reload()
     for send in (chat.box.press, lambda _: chat.page.locator("#penstock-send").click()):
         expect(chat.box).to_be_visible()
         chat.box.fill("early")
         send("Enter")
+        chat.page.evaluate("letGo()")
         expect(chat.conversation).to_contain_text("You said: early")
-        expect(chat.figures).to_have_count(1)
-        chat.page.wait_for_timeout(2500)  # what is drawn late covers nothing
-        expect(chat.conversation).to_contain_text("You said: early")
-        chat.page.get_by_role("button", name="New chat").first.click()
+        chat.wait_answered()
+        chat.page.evaluate("hold()")
+        chat.page.get_by_role("button", name="New chat").click()

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from launching import DEADLINE_S, SOON_S, Place, a_place, ask, call, kill, now, pid_of, pids, started, wait_until
+from launching import Place, a_place, ask, call, kill, now, pid_of, pids, started, wait_until
 
 from penstock.hardware.network import free_port
 from penstock.run_folder import Part, Run
@@ -96,17 +96,17 @@ def test_it_logs_in_comes_back_with_its_sessions_and_asks_no_other_host(
         assert f"its process {first} was gone" in call("status").out
 
         kill(pid_of(run, "gateway"))
-        wait_until(lambda: state_of(client) in ("offline", "ok"), "it says so")
-        wait_until(lambda: state_of(client) == "ok", "the gateway is back")
+        wait_until(lambda: state_of(client) in ("offline", "ok"), "it says so", START_S)
+        wait_until(lambda: state_of(client) == "ok", "the gateway is back", START_S)
 
         second, controller = pid_of(run, "ui"), pid_of(run, "controller")
         kill(controller)
-        wait_until(lambda: pids(run, "controller") not in ([], [controller]), "another controller")
-        wait_until(lambda: now(run).controller.state == "running", "that runs")
+        wait_until(lambda: pids(run, "controller") not in ([], [controller]), "another controller", START_S)
+        wait_until(lambda: now(run).controller.state == "running", "that runs", START_S)
         assert pid_of(run, "ui") == second, "the new controller adopts it"
 
         assert call("keys", "revoke", "alice").code == 0
-        wait_until(lambda: state_of(client) == "logged out", "a revoked key ends the session")
+        wait_until(lambda: state_of(client) == "logged out", "a revoked key ends the session", START_S)
         assert "the gateway refuses your key now" in client.get("/login").text
     assert "serves" in call("logs", "--part", "ui").out
     assert call("down").code == 0
@@ -132,7 +132,7 @@ def test_without_the_extra_the_deployment_serves_and_says_so(
     assert started.code == 0 and f"warning: ui: {line}" in started.err
     run = place.run()
     ask(run)
-    wait_until(lambda: part_of(run).note is not None, "status says so")
+    wait_until(lambda: part_of(run).note is not None, "status says so", START_S)
     assert line in call("status").out and line in call("ui").err
     assert "ui absent" in call("events").out
 
@@ -150,10 +150,10 @@ def test_any_address_gets_a_page_until_ctrl_c(place: Place, monkeypatch: pytest.
             assert client.post("/login", data={"key": "sk-mine"}).status_code == 303
             assert state_of(client) == "ok"
         with started("ui", "--url", run.url, "--port", port, "--json") as other:
-            out, _ = other.communicate(timeout=DEADLINE_S)
+            out, _ = other.communicate(timeout=START_S)
             assert other.returncode == 2 and "address already in use" in out.lower() and "sk-mine" not in out
         child.send_signal(signal.SIGINT)
-        assert child.wait(SOON_S) == 0
+        assert child.wait(START_S) == 0
 
 
 @pytest.mark.nightly

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from penstock.chat import conversation as tree
+from penstock.chat import statistics
 from penstock.chat.conversation import Conversation, Turn
 from penstock.chat.page import sessions, streaming
+from penstock.chat.page.answering import conversation_boxes
 from penstock.chat.page.sessions import Visitor
-from penstock.chat.page.streaming import Chat
+from penstock.chat.page.streaming import Chat, Update
 from penstock.chat.settings import Settings
 from penstock.errors import PenstockError
 from penstock.spec.gateway import Price
@@ -52,21 +54,25 @@ class FakeUpstream:
 
 def answer(upstream: FakeUpstream, turn_id: str = "q", stops: bool = False) -> Turn:
     """The answer that the browser keeps in the end."""
+    return tree.path(updates(upstream, turn_id, stops)[-1][1])[-1]  # type: ignore[arg-type]
+
+
+def updates(upstream: FakeUpstream, turn_id: str = "q", stops: bool = False) -> list[Update]:
     asked = tree.ask(tree.begin("c", 0.0, Settings("m", max_tokens=512)), "q", "hello", (), 1.0)
     half = tree.answer(asked, Turn("half", "q", "assistant", "Good"))
 
-    async def grow() -> Turn:
+    async def grow() -> list[Update]:
         chat, stop = Chat(upstream, {"m": Price(1.0, 1.0)}), asyncio.Event()  # type: ignore[arg-type]
         conversation = half if turn_id == "half" else asked
-        kept: list[Conversation | Turn | None] = []
-        async for boxes, news in chat.answer(conversation, conversation.turns[turn_id], VISITOR, stop):
-            assert boxes
-            kept.append(news)
+        sent = []
+        async for update in chat.answer(conversation, conversation.turns[turn_id], VISITOR, stop):
+            sent.append(update)
             if stops and chat.n_streams:
                 stop.set()
         await asyncio.sleep(0.01)  # of a session that ends soon
-        assert isinstance(kept[-1], Conversation) and not chat.n_streams
-        return tree.path(kept[-1])[-1]
+        assert all(boxes for boxes, _ in sent)
+        assert isinstance(sent[-1][1], Conversation) and not chat.n_streams
+        return sent
 
     return asyncio.run(grow())
 
@@ -86,6 +92,22 @@ def test_an_answer_that_is_stopped_keeps_what_was_said() -> None:
     assert (turn.text, turn.finish_reason, turn.statistics.finish_reason) == ("half", "stopped", "stopped")
     turn = answer(FakeUpstream(Waiting("queue", ahead=3), None), stops=True)
     assert turn.text == "" and turn.statistics is not None and turn.statistics.finish_reason == "stopped"
+
+
+def test_an_answer_that_is_kept_before_its_end_is_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "_KEPT_EACH_S", 0.0)
+    monkeypatch.setattr(streaming, "pause_s", lambda *_: 0.0)
+    sent = updates(FakeUpstream(Chunk("half", 0.1), None), stops=True)
+    kept = [news for _, news in sent if isinstance(news, Turn)]
+    assert kept and kept[0].statistics is not None
+    assert (kept[0].finish_reason, statistics.line(kept[0].statistics)) == ("unfinished", "TTFT 100 ms · unfinished")
+
+
+def test_a_question_can_be_asked_when_nothing_answers_it() -> None:
+    asked = tree.ask(tree.begin("c", 0.0, Settings()), "q", "hello", (), 1.0)
+    assert "Ask" in conversation_boxes(asked)[-1].text
+    for boxes, _ in updates(FakeUpstream(Chunk("Good", 0.1), REPLY)):
+        assert "Ask" not in "".join(box.text for box in boxes if box.role == "user")
 
 
 def test_a_stop_after_the_end_changes_nothing() -> None:

@@ -142,6 +142,13 @@ def test_times_count_from_the_request_and_speed_from_the_first_piece() -> None:
     assert (reply.output_tokens, reply.replica, reply.request_id) == (11, "3", "abc")
 
 
+def test_a_burst_after_a_stall_has_no_speed() -> None:
+    reader = StreamReader("3", "abc")
+    for at_s, event in ((0.5, delta("a")), (0.501, delta("b" * 400) + delta("c", "stop") + usage(110))):
+        assert [*reader.feed(event, at_s)]
+    assert reader.reply(0.6).tokens_per_s is None
+
+
 def test_text_that_came_together_with_the_error_after_it_is_given_before_it() -> None:
     stream = StreamReader(None, None).feed(delta("half") + b'data: {"error":{"message":"engine lost"}}\n\n', 0.5)
     assert next(stream) == Chunk("half", 0.5)

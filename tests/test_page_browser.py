@@ -10,7 +10,7 @@ import live_samples as samples
 import msgspec
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from chromium import chromium
+from chromium import WAIT_S, chromium
 from launching import Place, ask
 from page_server import PageServer, Script
 from playwright.sync_api import Browser, Page, Request, expect
@@ -30,7 +30,7 @@ Open = Callable[..., Page]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with chromium(20.0) as browser:
+    with chromium() as browser:
         yield browser
 
 
@@ -49,6 +49,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
         url: str, *, may_complain: bool = False, has_clock: bool = False, today: float | None = None, **options: Any
     ) -> Page:
         context = browser.new_context(**{"viewport": WIDE, "timezone_id": "UTC", **options})
+        context.set_default_timeout(1000 * WAIT_S)
         contexts.append(context)
         page = context.new_page()
         page.on("request", note)
@@ -145,7 +146,7 @@ def test_policy_stops_other_scripts_and_hosts(open_page: Open) -> None:
               document.body.setAttribute("onclick", "window.hacked = 1");
               document.body.click();
               await fetch("http://127.0.0.1:9/").catch(() => null);
-              await new Promise((done) => setTimeout(done, 50));
+              while (blocked.length < 3) await new Promise((done) => setTimeout(done, 10));
               return [...blocked, window.hacked];
             }"""
         )
@@ -221,6 +222,9 @@ def test_lost_connection_is_said_and_tried_again(open_page: Open) -> None:
     with PageServer(playing(samples.snapshot())) as server:
         page = open_page(server.url, may_complain=True, has_clock=True)
         expect(page.locator("#link-text")).to_have_text("live")
+        expect(page.locator("#replicas tr")).to_have_count(4)
+        # From here on time stands still, so that no try comes before the test looks; 15 s of silence end a stream.
+        page.clock.pause_at(page.evaluate("Date.now()") / 1000 + 10)
         server.is_down = True
         server.end_streams()
         expect(page.locator("#link-text")).to_have_text("connection lost, trying again in 1 s")
@@ -294,7 +298,7 @@ def test_a_day_of_snapshots_takes_the_memory_of_an_hour(open_page: Open) -> None
 
     with PageServer(script) as server:
         page = open_page(server.url)
-        expect(page.locator("#replicas b")).to_have_text(f"r{n - 1}", timeout=30000)
+        expect(page.locator("#replicas b")).to_have_text(f"r{n - 1}")
         kept = page.evaluate("[hour.rows.length, network.size, $('replicas').kept.size]")
         assert kept == [91, 1, 1]
         assert page.evaluate("seenStates.size") <= 3
@@ -319,9 +323,10 @@ def test_page_of_a_real_deployment(place: Place, open_page: Open, monkeypatch: p
     expect(page.locator("#ready")).to_have_text("2 of 2 ready")
     _, key = address_and_key(run)
     ask(run, 64, key=key)
-    expect(page.locator(".tile svg").first).to_have_attribute("aria-label", re.compile("Requests: now 0[.].*/s"))
+    # "now" is over again after 5 s, which a busy machine may not look at.
+    expect(page.locator(".tile svg").first).to_have_attribute("aria-label", re.compile("Requests: .*most [0.]*[1-9]"))
     expect(page.locator("#slo")).to_contain_text("First token within 500\u00a0ms")
-    expect(page.locator("#phase")).to_have_text("ready", timeout=10_000)
+    expect(page.locator("#phase")).to_have_text("ready")
     expect(page.locator("#events li").last).to_contain_text("penstock-demo")
     expect(page.locator("#replicas tr")).to_have_count(2)
     page.get_by_role("link", name="Metrics").click()

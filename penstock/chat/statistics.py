@@ -9,7 +9,12 @@ from penstock.text import show_seconds, show_usd
 from penstock.wire.answers import Reply
 
 STOPPED = "stopped"  # the finish reason of an answer that the person stopped
-_ENDINGS = {"length": "cut off at max tokens", "content_filter": "cut off by a filter", STOPPED: "stopped"}
+UNFINISHED = "unfinished"  # of one that grows, and of one whose page was closed or killed before its end
+_ENDINGS = {
+    "length": "cut off at max tokens",
+    "content_filter": "cut off by a filter",
+    **{own: own for own in (STOPPED, UNFINISHED)},
+}
 
 
 class Statistics(msgspec.Struct, frozen=True):

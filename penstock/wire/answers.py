@@ -16,6 +16,7 @@ from penstock.wire.waiting import PROMPT_STAGE, Waiting, read_comment
 
 RETRYABLE: Final = frozenset({429, 502, 503, 504})
 _BODY_SHOWN_CHARS = 500
+_BURSTS, _BURST_TOKENS = 3, 16  # a speed is not measured over so few reads with so many tokens each
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Reply:
     """The whole answer. Counts come from the server's usage, never from chunks; None where it did not say.
 
     `ttft_s`: to the first piece, only when streamed. `tokens_per_s`: (output_tokens - 1) / (time from the first piece
-    to the last); None for fewer than two pieces. 11 tokens, first at 0.5 s, last at 1.0 s: 10 / 0.5 = 20.
+    to the last). 11 tokens, first at 0.5 s, last at 1.0 s: 10 / 0.5 = 20. None for fewer than two pieces, and where all
+    came in a burst or two, as after a stall: their distance says nothing about the engine.
     `cached_tokens`: of the prompt, those that the engine did not compute again. `reasoning_s`: from the first piece of
     reasoning to the first of the answer, else to the last of reasoning; only when streamed.
     """
@@ -129,7 +131,8 @@ class AnswerReader:
         self._prompt_tokens: int | None = None
         self._output_tokens: int | None = None
         self._first_at_s: float | None = None
-        self._last_at_s = 0.0
+        self._last_at_s = -1.0
+        self._n_moments = 0  # at which pieces came
         self._reasoning_at_s: tuple[float, float] | None = None  # the first piece, and what ended it so far
         self._is_answering = False
 
@@ -165,7 +168,8 @@ class AnswerReader:
 
     def reply(self, duration_s: float) -> Reply:
         seconds = self._last_at_s - (self._first_at_s or 0.0)
-        has_speed = seconds > 0 and self._output_tokens is not None and self._output_tokens > 1
+        n_later, n_reads = (self._output_tokens or 0) - 1, self._n_moments - 1
+        has_speed = seconds > 0 and n_later > 0 and (n_reads > _BURSTS or n_later <= n_reads * _BURST_TOKENS)
         began_s, ended_s = self._reasoning_at_s or (0.0, 0.0)
         return Reply(
             text=self.text,
@@ -174,7 +178,7 @@ class AnswerReader:
             output_tokens=self._output_tokens,
             ttft_s=self._first_at_s,
             duration_s=duration_s,
-            tokens_per_s=((self._output_tokens or 0) - 1) / seconds if has_speed else None,
+            tokens_per_s=n_later / seconds if has_speed else None,
             replica=self.replica,
             request_id=self.request_id,
             model=self._model,
@@ -226,6 +230,7 @@ class AnswerReader:
 
     def _mark(self, at_s: float, is_reasoning: bool) -> None:
         self._first_at_s = at_s if self._first_at_s is None else self._first_at_s
+        self._n_moments += at_s != self._last_at_s
         self._last_at_s = at_s
         if is_reasoning or (self._reasoning_at_s and not self._is_answering):
             self._reasoning_at_s = (self._reasoning_at_s or (at_s, at_s))[0], at_s

@@ -94,7 +94,7 @@ class GrowingAnswer:
         self._ttft_s: float | None = None
         self._reply: Reply | None = None
         self._failure: Failure | None = None
-        self._end_reason: str | None = None
+        self._end_reason: str | None = statistics.UNFINISHED
         self.n_chars = len(turn.text) + len(turn.reasoning)
 
     def take(self, piece: Chunk | Waiting | Reply) -> None:
@@ -119,11 +119,11 @@ class GrowingAnswer:
             self._texts.append(chunk.text)
 
     def fail(self, failure: Failure) -> None:
-        self._failure = failure
+        self._failure, self._end_reason = failure, None
 
     def stop(self) -> None:
-        if self._reply is None:  # else it was whole before
-            self._end_reason = statistics.STOPPED
+        """Changes nothing where it was whole before."""
+        self._end_reason = statistics.STOPPED
 
     def turn(self, now: float) -> Turn:
         """The answer as it stands, for the conversation."""
@@ -134,7 +134,7 @@ class GrowingAnswer:
             text=text,
             reasoning=reasoning,
             reasoning_s=self._reasoning_s(),
-            finish_reason=self._end_reason or (self._reply.finish_reason if self._reply else None),
+            finish_reason=self._reply.finish_reason if self._reply else self._end_reason,
             statistics=self._statistics(now),
             error=self._failure.text if self._failure else None,
         )
@@ -178,16 +178,25 @@ class GrowingAnswer:
         return turn_boxes(conversation, self.turn(now), self._failure)
 
 
-def conversation_boxes(conversation: Conversation, until: str | None = None) -> list[Shown]:
-    """The branch that is shown; without the turn `until`, which is drawn as it grows."""
+def conversation_boxes(conversation: Conversation, answered: Turn | None = None) -> list[Shown]:
+    """The branch that is shown. `answered`: its last turn, a question that gets an answer now, or an answer that goes
+    on, which is drawn as it grows."""
     turns = tree.path(conversation)
-    return [box for turn in turns if turn.id != until for box in turn_boxes(conversation, turn)]
+    if answered is not None and answered.role == "assistant":
+        turns = turns[:-1]
+    boxes = []
+    for turn in turns:
+        is_open = turn.role == "user" and turn is turns[-1] and answered is None
+        boxes += turn_boxes(conversation, turn, is_open=is_open)
+    return boxes
 
 
-def turn_boxes(conversation: Conversation, turn: Turn, failure: Failure | None = None) -> list[Shown]:
-    """One question or answer as it stands, with its footer."""
+def turn_boxes(
+    conversation: Conversation, turn: Turn, failure: Failure | None = None, is_open: bool = False
+) -> list[Shown]:
+    """One question or answer as it stands, with its footer. `is_open`: a question that nothing answers."""
     branches = tree.siblings(conversation, turn.id)
-    footer = Shown(turn.role, "footer", footers.footer(turn, branches, failure))
+    footer = Shown(turn.role, "footer", footers.footer(turn, branches, failure, is_open))
     boxes = _folds(turn, shown(turn.reasoning), turn.reasoning_s, False)
     boxes += [Shown(turn.role, "text", section) for section in sections(turn.text)]
     if turn.images:

@@ -13,12 +13,8 @@ const chat = {
 const isAnswering = () => document.body.classList.contains("penstock-busy");
 const nTurns = () => Object.keys(page.conversation.turns).length;
 const turnOf = (id) => page.conversation.turns[id];
-
-function fill(text) {
-  const box = drafts.box();
-  box.value = text;
-  box.dispatchEvent(new Event("input", { bubbles: true }));
-}
+// As conversation.py has it: the calls of an answer that is nothing else.
+const spoken = (turn) => turn?.text || (turn?.tool_calls ?? []).map((call) => `${call.name}(${call.arguments})`).join("\n");
 
 function order(act, turn, overTokens = 1) {
   chat.order = { act, turn, over_tokens: overTokens };
@@ -38,7 +34,7 @@ function drawAbove() {
 
 function beginEdit(id) {
   chat.editing = { draft: chat.editing?.draft ?? drafts.box().value, turn: id };
-  fill(turnOf(id)?.text ?? "");
+  fill(drafts.box(), turnOf(id)?.text ?? "");
   drafts.box().focus();
   drawAbove();
 }
@@ -47,8 +43,25 @@ function cancelEdit() {
   if (!chat.editing) return;
   const { draft } = chat.editing;
   chat.editing = null;
-  fill(draft);
+  fill(drafts.box(), draft);
   drawAbove();
+}
+
+// Deleted at once, like a chat, with the same "Undo".
+function remove(id) {
+  const before = page.conversation;
+  order("delete", id);
+  notify("Message deleted.", { name: "Undo", run: () => putBack(before) });
+}
+
+async function putBack(before) {
+  await settle();
+  const isHere = before.id === page.conversation.id;
+  const now = isHere ? page.conversation : await store.read(before.id);
+  if (!now) return;
+  const whole = { ...now, turns: { ...before.turns, ...now.turns }, leaf: before.leaf };
+  if (isHere) become(whole, false), show();
+  save(whole);
 }
 
 async function copyText(button, text) {
@@ -72,9 +85,10 @@ document.addEventListener("click", (event) => {
   // What a model wrote lies in .md: nothing there is a button of ours.
   if (!button || button.closest(".md")) return;
   const { act, turn } = button.dataset;
-  if (act === "copy") copyText(button, turnOf(turn)?.text ?? "");
+  if (act === "copy") copyText(button, spoken(turnOf(turn)));
   else if (isAnswering()) notify("An answer is arriving. Stop it first.");
   else if (act === "edit") beginEdit(turn);
+  else if (act === "delete") remove(turn);
   else if (act === "plain") {
     const box = document.querySelector("#penstock-has-system input");
     if (box?.checked) box.click();
@@ -169,7 +183,7 @@ async function addImages(files) {
 
 whenThere("#penstock-ask", (row) => {
   const input = el("input", { type: "file", accept: "image/*", multiple: true, hidden: true, onchange: () => addImages(input.files).then(() => (input.value = "")) });
-  const attach = el("button", { id: "penstock-attach", type: "button", "aria-label": "Attach images", title: "Attach images", onclick: () => input.click() }, "+");
+  const attach = el("button", { id: "penstock-attach", type: "button", hidden: true, "aria-label": "Attach images", title: "Attach images", onclick: () => input.click() }, "+");
   row.prepend(attach, input);
   row.addEventListener("paste", (event) => addImages(event.clipboardData?.files ?? []));
   row.addEventListener("dragover", (event) => event.preventDefault());
@@ -221,7 +235,7 @@ window.penstockChat = {
     const isEmpty = !sent.text.trim() && (sent.editing || !sent.images.length);
     const isRefused = isError && nTurns() === sent.nTurns;
     if (isEmpty || isRefused) Object.assign(chat, { images: sent.images, editing: sent.editing });
-    else if (sent.editing?.draft && !box.value) fill(sent.editing.draft);
+    else if (sent.editing?.draft && !box.value) fill(box, sent.editing.draft);
     else if (!isError) sendWaiting(waiting);
     drawAbove();
   },
@@ -239,6 +253,7 @@ window.penstockChat = {
   drawn() {
     const { waiting } = chat;
     Object.assign(chat, { waiting: null, drawingUntil: 0 });
+    system.restore();
     sendWaiting(waiting);
   },
 };

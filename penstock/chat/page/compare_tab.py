@@ -56,7 +56,7 @@ def build(config: PageConfig, upstream: Upstream, latex: list[dict[str, Any]]) -
         ]
 
     with gradio.Tab("Compare", elem_id="penstock-compare") as tab:
-        question = gradio.Textbox(label="Question for both", lines=3, max_lines=20)
+        question = gradio.Textbox(label="Question for both", lines=3, max_lines=20, elem_id="penstock-question")
         with gradio.Row():
             submit, stop = gradio.Button("Ask both", variant="primary"), gradio.Button("Stop")
         fields, outputs = [], []

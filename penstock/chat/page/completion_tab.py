@@ -44,7 +44,9 @@ def build(config: PageConfig, upstream: Upstream) -> None:
     with gradio.Tab("Completion", elem_id="penstock-completion") as tab:
         with gradio.Row():
             with gradio.Column(scale=3):
-                prompt = gradio.Textbox(label="Prompt", lines=5, max_lines=20, placeholder="Once upon a time")
+                prompt = gradio.Textbox(
+                    label="Prompt", lines=5, max_lines=20, placeholder="Once upon a time", elem_id="penstock-prompt"
+                )
                 with gradio.Row():
                     submit, stop = gradio.Button("Submit", variant="primary"), gradio.Button("Stop")
                 text = gradio.Textbox(label="Answer", lines=10, max_lines=30, interactive=False)

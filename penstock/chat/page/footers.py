@@ -14,7 +14,7 @@ from penstock.chat.conversation import Turn
 from penstock.chat.failures import Failure
 from penstock.text import show_seconds
 
-_UNFINISHED = ("length", statistics.STOPPED)
+_CUT_OFF = ("length", statistics.STOPPED, statistics.UNFINISHED)
 _GO_ON = "Let the model go on where the answer ends"
 
 
@@ -31,8 +31,8 @@ def _clock(words: str) -> str:
     return f'<div class="penstock-foot penstock-clock">{escape(words)}</div>'
 
 
-def footer(turn: Turn, branches: Sequence[str], failure: Failure | None = None) -> str:
-    """What belongs below a turn that is whole."""
+def footer(turn: Turn, branches: Sequence[str], failure: Failure | None = None, is_open: bool = False) -> str:
+    """What belongs below a turn that is whole. `is_open`: a question that nothing answers."""
     is_answer = turn.role == "assistant"
     whose = "answer" if is_answer else "question"
     parts = [_error(turn, failure)] if turn.error else []
@@ -43,9 +43,11 @@ def footer(turn: Turn, branches: Sequence[str], failure: Failure | None = None) 
     buttons.append(_button("copy", turn.id, "Copy", f"Copy this {whose}"))
     if is_answer:
         buttons.append(_button("retry", turn.id, "Retry", "Ask again; this answer stays as a branch"))
-        if turn.text and not turn.error and turn.finish_reason in _UNFINISHED:
+        if turn.text and not turn.error and turn.finish_reason in _CUT_OFF:
             buttons.append(_button("continue", turn.id, "Continue", _GO_ON))
     else:
+        if is_open:
+            buttons.append(_button("retry", turn.id, "Ask", "Ask this question, which has no answer"))
         buttons.append(_button("edit", turn.id, "Edit", "Edit this question; the old one stays as a branch"))
     buttons.append(_button("delete", turn.id, "Delete", f"Delete this {whose} and what follows"))
     parts.append(f'<span class="penstock-acts" role="group" aria-label="This {whose}">{"".join(buttons)}</span>')

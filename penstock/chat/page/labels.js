@@ -1,5 +1,6 @@
 // Names and states for screen readers where Gradio has none; a sidebar's button says what it opens.
 
+const NAMES = { bot: "Answer", user: "Question" };
 const SIDEBARS = { "penstock-left": "Chats", "penstock-settings": "Settings" };
 
 function labelAll() {
@@ -9,10 +10,16 @@ function labelAll() {
     const isOpen = String(Boolean(title.nextElementSibling));
     if (title.getAttribute("aria-expanded") !== isOpen) title.setAttribute("aria-expanded", isOpen);
   }
-  // Gradio names each message, and a name needs a role.
+  // Gradio's name of each message is all of its text, at each update of it; ours goes before that one.
+  for (const [who, name] of Object.entries(NAMES)) {
+    if (!byId(`penstock-name-${who}`)) document.body.append(el("span", { id: `penstock-name-${who}`, hidden: true }, name));
+  }
   for (const message of document.querySelectorAll(":is([data-testid=bot], [data-testid=user])[aria-label]:not([role])")) {
     message.setAttribute("role", "group");
+    message.setAttribute("aria-labelledby", `penstock-name-${message.dataset.testid}`);
   }
+  // Wide code and tables scroll, also for those who have a keyboard only.
+  for (const wide of document.querySelectorAll(".md :is(pre, table):not([tabindex])")) wide.tabIndex = 0;
   for (const list of document.querySelectorAll("#penstock-chat .examples[role=list]")) {
     list.setAttribute("role", "group");
     list.setAttribute("aria-label", "Examples");

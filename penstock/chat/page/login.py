@@ -109,6 +109,8 @@ class Login:
         try:
             await self._ask(key)
         except HttpError as error:
+            if error.status == 401:
+                return "The gateway does not accept this key: it may be mistyped, expired or revoked.", 401
             if error.status in _REFUSED:
                 return f"The gateway refuses this key: {_words(error)}", error.status
             return f"The gateway does not answer as it should: {error.message}", 502

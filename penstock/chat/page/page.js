@@ -109,6 +109,7 @@ async function took(given) {
   if (isOurs) news = { ...news, turns: { ...news.turns, ...page.others } };
   if (isOurs || (isEmpty(page.conversation) && !page.heard.has(news.id))) {
     if (isEmpty(page.conversation)) drafts.forget();
+    if (system.draft() === (news.settings?.system ?? "")) keep(sessionStorage, system.key(), ""); // it was sent
     become(news, false);
     drafts.sync();
     keep(localStorage, "penstock.settings", JSON.stringify(news.settings ?? {}));
@@ -174,11 +175,24 @@ const drafts = {
   restore() {
     const box = this.box();
     const text = kept(sessionStorage, this.key()) || kept(localStorage, this.key());
-    if (!box || box.value === text) return;
-    box.value = text;
-    box.dispatchEvent(new Event("input", { bubbles: true }));
+    if (box && box.value !== text) fill(box, text);
   },
 };
+
+// So is a system message, until it is sent. The page draws that of the conversation first (chat.js).
+const system = {
+  key: () => drafts.key().replace("draft", "system"),
+  draft: () => kept(sessionStorage, system.key()),
+  restore() {
+    const box = document.querySelector("#penstock-system textarea");
+    if (box && system.draft()) fill(box, system.draft());
+  },
+};
+
+function fill(box, text) {
+  box.value = text;
+  box.dispatchEvent(new Event("input", { bubbles: true }));
+}
 
 function notify(text, action) {
   const notice = el("div", { class: "penstock-notice" }, text);
@@ -235,7 +249,18 @@ window.penstock = {
   took, fresh, open, ready,
 };
 
-document.addEventListener("input", (event) => event.target.closest?.("#penstock-message") && drafts.sync());
+document.addEventListener("input", ({ target }) => {
+  if (target.closest?.("#penstock-message")) drafts.sync();
+  if (target.closest?.("#penstock-system")) keep(sessionStorage, system.key(), target.value);
+});
 addEventListener("DOMContentLoaded", lookAgain);
 observer.observe(document.documentElement, { childList: true, subtree: true });
 whenThere("#penstock-message textarea", () => ready.then(() => drafts.restore()));
+// The texts of the other tabs outlive a reload too.
+for (const id of ["penstock-prompt", "penstock-question"]) {
+  whenThere(`#${id} textarea`, (box) => {
+    const text = kept(sessionStorage, `penstock.draft.${id}`);
+    if (text) fill(box, text);
+    box.addEventListener("input", () => keep(sessionStorage, `penstock.draft.${id}`, box.value));
+  });
+}

@@ -37,7 +37,14 @@ class Panel:
             elem_id="penstock-model",
             interactive=True,
         )
-        self.system = gradio.Textbox(first.system, label="System message", lines=3, max_lines=12, interactive=True)
+        self.system = gradio.Textbox(
+            first.system,
+            label="System message",
+            lines=3,
+            max_lines=12,
+            interactive=True,
+            elem_id="penstock-system",
+        )
         self.has_system = gradio.Checkbox(
             first.has_system,
             label="Send the system message",

@@ -41,7 +41,7 @@ class Chat:
         """What the page shows while the turn is answered, and from time to time what the browser keeps."""
         growing, began_at = self._begin(conversation, turn), time.monotonic()
         is_more = turn.role == "assistant"
-        earlier = conversation_boxes(conversation, until=turn.id if is_more else None)
+        earlier = conversation_boxes(conversation, turn)
         last = growing.boxes(began_at)
         yield [*earlier, *last], conversation
         pieces = self.upstream.stream_chat(

