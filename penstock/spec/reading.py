@@ -330,7 +330,6 @@ _AT_LEAST: dict[str, float] = {
     "workload.ttft_ms": 0,
     "workload.tpot_ms": 0,
     "observe.port": 0,
-    "vessl.max_hours": 0.05,
     "ui.port": 0,
 }
 

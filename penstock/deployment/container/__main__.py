@@ -92,7 +92,7 @@ def _serve(holder: Holder, stop: threading.Event, deadline: float, failed_s: flo
         _print(logs.lines())
         now = time.monotonic()
         if stop.is_set():
-            why = "it was told to end"
+            why = "it was ordered to end"
         elif now > deadline:
             why = "its time (max_hours) is over"
         elif holder.run is not None and (holder.run.desired().state == "down" or not holder.run.exists()):

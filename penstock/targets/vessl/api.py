@@ -227,9 +227,9 @@ class Api:
         unique = {row.id: row for row in rows if not row.has_ended}
         return sorted(unique.values(), key=lambda row: -row.id)
 
-    def logs(self, execution_id: int, since: float, most: int) -> list[LogLine]:
-        """Lines from that time on (Unix seconds), the oldest first."""
-        query = urlencode({"log_start": since, "log_limit": most})
+    def logs(self, execution_id: int, since: float) -> list[LogLine]:
+        """All lines from that time on (Unix seconds), the oldest first. Without `log_limit`, which keeps the last."""
+        query = urlencode({"log_start": since})
         answer = self._get(f"{self._project}/run_executions/{execution_id}/logs?{query}")
         return sorted(_converted(answer.get("logs") or [], list[LogLine]), key=lambda line: line.timestamp)
 

@@ -90,6 +90,8 @@ def _source_problems(deployment: Deployment) -> Iterator[Problem]:
             yield Problem(field, "a service exports nothing", "use a volume")
         if block.max_hours is not None:
             yield Problem("vessl.max_hours", "VESSL replaces a worker that ends", "remove it")
+    elif block.max_hours is not None and block.max_hours <= 0:
+        yield Problem("vessl.max_hours", f"{block.max_hours:g} is no time", "example: 12")
     if deployment.model.startswith(("/", "~")) and not (block.mounts or block.imports):
         message = f'"{deployment.model}" is a folder, and the container has none of this machine'
         yield Problem("model", message, "give a hub id, or mount the folder: vessl.mounts: {/models: volume://...}")
@@ -120,7 +122,7 @@ def _own_problems(deployment: Deployment) -> Iterator[Problem]:
         yield Problem("ui.port", "is the gateway's control port (gateway.port + 1)", "choose another, such as 7860")
     if block.kind == "service" and deployment.replicas.max > 1:
         if gateway.store is None or "://" not in gateway.store:
-            message = "each worker of a service would have keys and usage of its own"
+            message = "no worker of a service would know the keys of the others"
             yield Problem("gateway.store", message, "a PostgreSQL that the workers reach: postgresql://...")
     elif deployment.hardware.gpus_per_node == 0 and deployment.engine.kind == "vllm":
         yield Problem("hardware.gpus_per_node", "0, but the public image of vLLM is for GPUs", "remove it")

@@ -312,7 +312,7 @@ class VesslRun(Target):
     def _control(self, run: Run, execution: Execution, timeout_s: float) -> Client:
         url = execution.address(run_yaml.CONTROL)
         if url is None:
-            raise PenstockError("VESSL has not told the address of its control port yet", is_retryable=True)
+            raise PenstockError("VESSL knows no address of its control port yet", is_retryable=True)
         if not run.admin_token_file.exists():
             hint = f"Copy runs/{run.name}/secrets/admin-token from the machine that started it."
             raise PenstockError("its admin token is on the machine that started it", hint=hint)

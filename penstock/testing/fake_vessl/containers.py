@@ -73,10 +73,10 @@ class Container:
         ]
 
     def lines(self, since: float, most: int | None) -> list[tuple[float, str]]:
-        """Those that can be read by now, the oldest first."""
+        """Those that can be read by now, the oldest first; the last of them where there are more than `most`."""
         until = time.time() - self.pace.late_s
         rows = sorted(row for row in list(self.logs) if since <= row[0] <= until)
-        return rows if most is None else rows[:most]
+        return rows if most is None else rows[-most:]
 
     def terminate(self, status: str = "terminated", reason: str = "", without_grace: bool = False) -> None:
         """As an order of the user, or with another status as the platform's own act."""
@@ -116,8 +116,12 @@ class Container:
             return
         self._run()
 
+    @property
+    def command(self) -> str:
+        return "\n".join(str(row["command"] if isinstance(row, dict) else row) for row in self.form["run"])
+
     def _run(self) -> None:
-        command = "\n".join(str(row["command"] if isinstance(row, dict) else row) for row in self.form["run"])
+        command = self.command
         for path in {**self.form.get("mount", {}), **self.form.get("import", {})}:
             folder = self.folder / path.strip("/")
             folder.mkdir(parents=True, exist_ok=True)

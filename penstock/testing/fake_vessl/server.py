@@ -18,8 +18,6 @@ from types import TracebackType
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
-import yaml
-
 from penstock.testing.fake_vessl import forms
 from penstock.testing.fake_vessl.containers import Container, Pace
 
@@ -173,6 +171,8 @@ def _delete_secret(call: Call) -> Any:
 
 
 def _form(body: Any) -> tuple[str, dict[str, Any], list[tuple[str, str]]]:
+    import yaml
+
     if not isinstance(body, dict) or "yaml_spec" not in body:
         raise Refused(400, "InvalidArgument", "yaml_spec is missing")
     try:
@@ -221,7 +221,13 @@ def _execution(run: Container) -> dict[str, Any]:
         "create_dt": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(run.created_at)),
         "created_by": {"username": "ada"},
         "endpoints": {"manually_defined_endpoints": run.endpoints()},
-        "run_spec": {"title": run.form["name"], "yaml_spec": run.yaml_spec, "type": "batch"},
+        "run_spec": {
+            "title": run.form["name"],
+            "yaml_spec": run.yaml_spec,
+            "type": "batch",
+            "cluster": {"name": CLUSTER},
+            "spec": {"command": [{"command": run.command}]},
+        },
     }
 
 
@@ -253,8 +259,9 @@ def _logs(call: Call) -> Any:
 
 
 def _terminate(call: Call) -> Any:
-    _run(call).terminate()
-    return {}
+    run = _run(call)
+    run.terminate()
+    return _execution(run)
 
 
 def _delete(call: Call) -> Any:
