@@ -40,7 +40,17 @@ def bring() -> str | None:
             time.sleep(5 * attempt)
             shutil.rmtree(build, ignore_errors=True)
             steps = (["venv", "--quiet", "--relocatable", "--python", NEEDS, str(build)],)
-            steps += (["pip", "install", "--quiet", "--python", str(build / "bin" / "python"), f"vessl=={VERSION}"],)
+            steps += (
+                [
+                    "pip",
+                    "install",
+                    "--quiet",
+                    "--compile-bytecode",
+                    "--python",
+                    str(build / "bin" / "python"),
+                    f"vessl=={VERSION}",
+                ],
+            )
             for words in steps:
                 done = subprocess.run(
                     [bootstrap.UV, *words], env=bootstrap.environment(), capture_output=True, text=True

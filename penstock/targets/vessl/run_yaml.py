@@ -69,7 +69,7 @@ def image(deployment: Deployment, plan: Plan) -> str:
 
 def run(deployment: Deployment, plan: Plan) -> Object:
     """The form of a run, fields in VESSL's own order.  Raises UserError as `image` does."""
-    return _run(deployment, image(deployment, plan), msgspec.json.encode(plan).decode())
+    return _run(deployment, image(deployment, plan), _plan_text(plan))
 
 
 def unplanned(deployment: Deployment) -> Object:
@@ -104,7 +104,7 @@ def service(deployment: Deployment, plan: Plan) -> Object:
     form = {
         "name": deployment.name,
         "message": f"{deployment.model} by penstock {__version__} (forms of VESSL's SDK {SDK_VERSION})",
-        **_worker(one, resources, image(deployment, plan), msgspec.json.encode(plan).decode()),
+        **_worker(one, resources, image(deployment, plan), _plan_text(plan)),
         "ports": [_port(GATEWAY, port)],
         "service": {
             "autoscaling": scaling,
@@ -126,13 +126,19 @@ def _worker(deployment: Deployment, resources: Object, image: str, plan: str) ->
         "import": _imports(deployment),
         "mount": _mounts(deployment),
         "run": [{"command": command(deployment, plan)}],
-        "env": {name: {"secret": secret} for name, secret in secrets.items()},
+        "env": {name: {"source": "secret", "secret": secret} for name, secret in secrets.items()},
     }
 
 
 def _is_ready(port: int) -> str:
     ask = f"u.urlopen('http://127.0.0.1:{port}/health', timeout=5)"
     return f"import json, sys, urllib.request as u; sys.exit(json.load({ask})['ready_replicas'] < 1)"
+
+
+def _plan_text(plan: Plan) -> str:
+    """Without the folder where this machine would keep the model: the same on every machine."""
+    model = msgspec.structs.replace(plan.model, path=plan.model.reference)
+    return msgspec.json.encode(msgspec.structs.replace(plan, model=model)).decode()
 
 
 def _port(name: str, port: int) -> Object:

@@ -22,7 +22,7 @@ _OF_SERVICE_TOP = ("name", "message", "service")
 
 @functools.cache
 def table() -> Mapping[str, Mapping[str, Any]]:
-    """form -> attribute -> its type, or {type, values}."""
+    """form -> attribute -> its type, or {type, values, required}."""
     rows = json.loads(Path(__file__).with_name("forms.json").read_text("utf-8"))
     assert isinstance(rows, dict)
     return rows
@@ -60,6 +60,9 @@ def _problems(value: Any, kind: str, path: str) -> Iterator[tuple[str, str]]:
         if not isinstance(value, dict):
             yield path, f"is no {kind}: {value!r}"
             return
+        for name, row in table()[kind].items():
+            if isinstance(row, dict) and row.get("required") and value.get(name) is None:
+                yield f"{path}.{name}" if path else name, "is required"
         for name, item in value.items():
             yield from _field(item, table()[kind].get(name), f"{path}.{name}" if path else str(name))
 
