@@ -136,9 +136,9 @@ def _is_ready(port: int) -> str:
 
 
 def _plan_text(plan: Plan) -> str:
-    """Without the folder where this machine would keep the model: the same on every machine."""
+    """Without what depends on this machine and on what VESSL said: `render` shows what `up` sends."""
     model = msgspec.structs.replace(plan.model, path=plan.model.reference)
-    return msgspec.json.encode(msgspec.structs.replace(plan, model=model)).decode()
+    return msgspec.json.encode(msgspec.structs.replace(plan, model=model, n_threads=1, warnings=())).decode()
 
 
 def _port(name: str, port: int) -> Object:

@@ -25,6 +25,7 @@ from penstock.run_folder import (
     Launch,
     Run,
     Unit,
+    is_locked,
     no_address,
     order,
     unit_of,
@@ -218,7 +219,8 @@ class VesslRun(Target):
         if look.view is not None:
             folder.take(run, look.view)
         execution = look.execution
-        if execution is not None and execution.has_ended and not run.is_ended() and run.desired().state == "up":
+        is_over = execution is not None and execution.has_ended and not run.is_ended()
+        if is_over and execution is not None and not is_locked(run):  # a `down` of this machine writes its own end
             folder.write_end(run, execution, block_of(run.deployment()).spot)
 
     def order(self, run: Run, desired: Desired) -> None:

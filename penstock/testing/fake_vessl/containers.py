@@ -85,7 +85,7 @@ class Container:
                 return
             self._wanted_end = status
             self.reason = reason or self.reason
-            self.status = "stopping" if self.status == "running" else self.status
+            self.status = {"running": "stopping", "idle": status}.get(self.status, self.status)
             process = self._process
         if process is not None:
             self._end(process, 0.0 if without_grace else self.pace.grace_s)
@@ -148,7 +148,7 @@ class Container:
         reader = threading.Thread(target=self._read, args=(process.stdout,), daemon=True)
         reader.start()
         code = process.wait()
-        self._sweep()
+        self.kill()
         reader.join(5.0)
         process.stdout.close()
         if self._wanted_end is not None:
@@ -167,15 +167,15 @@ class Container:
             deadline = time.monotonic() + grace_s
             while process.poll() is None and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
-            self._sweep()
+            self.kill()
 
         if grace_s:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
         threading.Thread(target=kill, daemon=True).start()
 
-    def _sweep(self) -> None:
-        """What a container started ends with it."""
+    def kill(self) -> None:
+        """End all of its processes; what a container started ends with it."""
         for _ in range(100):
             pids = self.processes()
             if not pids:
