@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from launching import Asking, ask, call, now, wait_ready, wait_until
 from vessl_rig import Rented, rented
 
 from penstock import targets
+from penstock.deployment import live
 from penstock.run_folder import Run, find
 from penstock.testing.fake_vessl.server import Fault
 from penstock.wire.client import Client
@@ -47,9 +50,14 @@ def test_a_file_becomes_a_run_that_answers_is_changed_and_ends_without_a_trace(p
     again = call("up", file, "--json")
     assert again.code == 0 and again.events[0]["was_running"] and len(place.world.runs) == 1
 
-    made = call("keys", "create", "anna", "--deployment", "one", "--json")
-    # `keys` runs as a process of its own, whose output is not that of `call`.
-    assert made.code == 0
+    words = targets.load("vessl").inside(run, ["keys", "create", "anna", "--json"], False)
+    made = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
+    ask(run, key=json.loads(made.stdout)["key"])
+    refused = subprocess.run([*words[:5], "down", "one"], capture_output=True, text=True, timeout=30, check=False)
+    assert refused.returncode == 1 and "only keys and usage" in refused.stderr, "the control port runs nothing else"
+    assert call("chat", "one", "--message", "hello").out, "the chat makes a key of its own"
+    assert live.snapshot(run).replicas[0].state == "ready"
+    assert "penstock_requests_total" in call("metrics", "--deployment", "one").out
     assert call("scale", "one", "2").code == 0
     wait_ready(run, 2)
     ask(run, key=key)

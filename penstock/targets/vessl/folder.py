@@ -91,8 +91,8 @@ def _as_seen_here(state: State, run: Run) -> str:
     for field in ("prometheus", "ui"):
         part: Part | None = getattr(state, field)
         if part is not None:
-            url = run.public_page_url if field == "ui" else None
-            changes[field] = msgspec.structs.replace(part, process=None, url=url, note=part.note or "in its container")
+            url = run.public_page_url if field == "ui" else part.url
+            changes[field] = msgspec.structs.replace(part, process=None, url=url, note=part.note or "its container")
     seen = msgspec.structs.replace(state, **changes)
     return msgspec.json.format(msgspec.json.encode(seen), indent=2).decode()
 
