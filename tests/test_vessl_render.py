@@ -18,6 +18,7 @@ from launching import call
 
 from penstock import __version__
 from penstock.models import facts
+from penstock.models import Facts
 from penstock.spec import reading
 from penstock.targets.vessl import run_yaml
 from penstock.testing.fake_vessl import forms
@@ -63,7 +64,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     known = facts._from_catalog("meta-llama/Meta-Llama-3.1-8B")
     config = {**known.config, "quantization_config": AWQ}
 
-    def read(reference: str) -> facts.Facts:
+    def read(reference: str) -> Facts:
         return msgspec.structs.replace(known, reference=reference, config=config, index_bytes=5_727_060_000)
 
     monkeypatch.setattr(facts, "read", read)
@@ -76,7 +77,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def file_of(folder: Path, shape: str) -> Path:
     if shape == "published":
         return EXAMPLE
-    fields = {"name": "llama8", "model": "meta-llama/Llama-3.1-8B-Instruct", "target": "vessl"}
+    fields: dict[str, Any] = {"name": "llama8", "model": "meta-llama/Llama-3.1-8B-Instruct", "target": "vessl"}
     fields |= {"hardware": {"gpu": "l4"}, "engine": {"max_model_len": 8192}, **SHAPES[shape]}
     path = folder / f"{shape}.yaml"
     path.write_text(yaml.safe_dump(fields), "utf-8")

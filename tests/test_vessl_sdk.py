@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import vessl_sdk
+import vessl_judge
 import yaml
 from launching import wait_until
 
@@ -16,7 +16,7 @@ from penstock.testing.fake_vessl.server import FakeVessl
 
 pytestmark = pytest.mark.processes
 GOLDEN = Path(__file__).parent / "golden" / "vessl"
-WALK = Path(__file__).with_name("vessl_sdk_forms.py")
+WALK = Path(__file__).with_name("vessl_judge_forms.py")
 # Commands of VESSL's CLI one after the other: its imports take a second.
 SEVERAL = """
 import sys
@@ -43,7 +43,7 @@ def test_the_sdk_takes_every_golden_and_has_the_forms_of_the_table(tmp_path: Pat
     files = [*goldens, *(tmp_path / f"{name}.yaml" for name in wrong)]
     for name, change in wrong.items():
         (tmp_path / f"{name}.yaml").write_text(text.replace(*change), "utf-8")
-    answer = json.loads(vessl_sdk.run("python", [str(WALK), *map(str, files)], tmp_path, {}).splitlines()[-1])
+    answer = json.loads(vessl_judge.run("python", [str(WALK), *map(str, files)], tmp_path, {}).splitlines()[-1])
     assert answer["forms"] == forms.table()
     assert [answer["refusals"][file.name] for file in goldens] == [None] * 4
     assert all(answer["refusals"][f"{name}.yaml"] for name in wrong), answer["refusals"]
@@ -60,7 +60,7 @@ def test_vessls_own_cli_lives_with_the_fake(vessl: FakeVessl, tmp_path: Path) ->
     vessl.world.secrets["penstock-llama8"] = (1, "a-token-of-the-fake")
 
     def cli(*commands: str) -> str:
-        return vessl_sdk.run("python", ["-c", SEVERAL, *commands], tmp_path, vessl.variables)
+        return vessl_judge.run("python", ["-c", SEVERAL, *commands], tmp_path, vessl.variables)
 
     assert "/acme/runs/serving/1001" in cli(f"run create -f {file}")
     run = vessl.world.runs[1001]

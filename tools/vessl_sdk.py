@@ -15,7 +15,7 @@ from pathlib import Path
 
 import bootstrap
 
-# Kept in step with tests/vessl_sdk.py.
+# Kept in step with tests/vessl_judge.py.
 VERSION = "0.1.199"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "vessl"
 PLACE = CACHE / VERSION
@@ -39,18 +39,9 @@ def bring() -> str | None:
         for attempt in range(TRIES):
             time.sleep(5 * attempt)
             shutil.rmtree(build, ignore_errors=True)
-            steps = (["venv", "--quiet", "--relocatable", "--python", NEEDS, str(build)],)
-            steps += (
-                [
-                    "pip",
-                    "install",
-                    "--quiet",
-                    "--compile-bytecode",
-                    "--python",
-                    str(build / "bin" / "python"),
-                    f"vessl=={VERSION}",
-                ],
-            )
+            into = ["--compile-bytecode", "--python", str(build / "bin" / "python")]
+            steps = [["venv", "--quiet", "--relocatable", "--python", NEEDS, str(build)]]
+            steps.append(["pip", "install", "--quiet", *into, f"vessl=={VERSION}"])
             for words in steps:
                 done = subprocess.run(
                     [bootstrap.UV, *words], env=bootstrap.environment(), capture_output=True, text=True

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock import __version__, paths, run_folder
+from penstock import __version__, paths
 from penstock.deployment.container import control
 from penstock.deployment.container.holder import Holder, Settings
 from penstock.deployment.container.log_copy import LogCopy
@@ -122,7 +122,7 @@ def _print(lines: Sequence[str]) -> None:
 if __name__ == "__main__":
     try:
         print(f"penstock {__version__}: a whole deployment in this container", flush=True)
-        run_folder.folder()
+        paths.folder()
         sys.exit(main())
     except PenstockError as exc:
         sys.exit(f"penstock: {exc.message}. {exc.detail or ''} {exc.hint or ''}")

@@ -11,7 +11,7 @@ import time
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
@@ -27,6 +27,7 @@ _TRIES, _AGAIN_S = 3, 0.5
 _PAGE, _MOST_PAGES = 50, 20
 # https://docs.vessl.ai "Manage runs": from these nothing comes back.
 ENDED = ("completed", "failed", "terminated")
+T = TypeVar("T")
 _sleep = time.sleep  # tests replace it
 _LOGIN = "Run `vessl configure`, or set VESSL_ACCESS_TOKEN to a token of https://app.vessl.ai/account/settings."
 
@@ -158,7 +159,7 @@ class Api:
 
     def projects(self) -> list[str]:
         rows = self._get(f"{self._organization}/projects")
-        rows = rows.get("results", rows.get("projects", [])) if isinstance(rows, dict) else rows
+        rows = (rows.get("results") or rows.get("projects") or []) if isinstance(rows, dict) else rows
         return [str(row.get("name", "")) for row in rows]
 
     def clusters(self) -> dict[str, int]:
@@ -167,7 +168,7 @@ class Api:
 
     def presets(self, cluster_id: int) -> tuple[Preset, ...]:
         answer = self._get(f"{self._organization}/clusters/{cluster_id}/resource_specs")
-        return _converted(answer.get("results") or [], tuple[Preset, ...])
+        return tuple(_converted(answer.get("results") or [], list[Preset]))
 
     # ---- secrets -----------------------------------------------------------------------------------------------------
 
@@ -275,7 +276,7 @@ class Api:
             raise PenstockError(f"cannot read the answer of {self.account.host}{path}: not JSON") from exc
 
 
-def _converted(value: object, kind: Any) -> Any:
+def _converted(value: object, kind: type[T]) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as exc:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 from penstock.errors import PenstockError, Problem, UserError, nearest
 from penstock.hardware import Gpu, Machine, catalog, node_facts
@@ -14,6 +14,7 @@ from penstock.targets.vessl import run_yaml
 from penstock.targets.vessl.api import Api, Preset
 from penstock.targets.vessl.run_yaml import block_of
 from penstock.text import MIB
+from penstock.wire.container import SECRET_VARIABLE
 
 _SHOWN = 6
 # VESSL's own ports: https://docs.vessl.ai "Run YAML", ports
@@ -61,7 +62,7 @@ def _block_problems(deployment: Deployment) -> Iterator[Problem]:
             yield Problem(
                 f"vessl.secrets.{name}", "needs a variable and the name of a secret", "HF_TOKEN: my-hub-token"
             )
-        if name == run_yaml.SECRET_VARIABLE:
+        if name == SECRET_VARIABLE:
             yield Problem(f"vessl.secrets.{name}", "penstock makes that secret itself", "remove it")
     for name in secret_names(deployment.engine.env):
         message = "its value would be in clear text in the run"
@@ -216,7 +217,7 @@ def _card_problems(preset: Preset, wanted: str) -> list[Problem]:
     ]
 
 
-def _absent(field: str, wanted: str, known: Sequence[str] | dict[str, object], what: str) -> list[Problem]:
+def _absent(field: str, wanted: str, known: Collection[str], what: str) -> list[Problem]:
     names = list(known)
     if wanted in names:
         return []

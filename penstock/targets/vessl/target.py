@@ -222,6 +222,10 @@ class VesslRun(Target):
         is_over = execution is not None and execution.has_ended and not run.is_ended()
         if is_over and execution is not None and not is_locked(run):  # a `down` of this machine writes its own end
             folder.write_end(run, execution, block_of(run.deployment()).spot)
+            with contextlib.suppress(PenstockError):  # else `down` removes it
+                asked = self._api_of(run)
+                if self._find(asked, run) is None:  # another machine may have started it again
+                    asked.delete_secret(run_yaml.secret_of(run.name))
 
     def order(self, run: Run, desired: Desired) -> None:
         execution = self._find(self._api_of(run), run)

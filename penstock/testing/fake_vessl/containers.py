@@ -136,8 +136,9 @@ class Container:
             MARK: self._mark,
         }
         with self._lock:
-            if self._wanted_end is not None:
-                self.status = self._wanted_end
+            wanted_end = self._wanted_end
+            if wanted_end is not None:
+                self.status = wanted_end
                 return
             self._process = process = subprocess.Popen(
                 ["sh", "-c", command], cwd=self.folder, env=variables, text=True, start_new_session=True,

@@ -16,7 +16,7 @@ from typing import Any
 RUN, WORKER, SERVICE = "V1RunSpecFormBodyInput", "V1ServeRevisionWorkerForm", "V1ServeRevisionServiceForm"
 # https://docs.vessl.ai "Run YAML": these may be a plain text.
 _SHORT = ("V1ImageForm", "V1EnvForm", "V1ImportForm", "V1ExportForm", "V1MountForm", "V1Command")
-_PLAIN = {"str": str, "int": int, "bool": bool, "float": (int, float)}
+_PLAIN: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (int, float)}
 _OF_SERVICE_TOP = ("name", "message", "service")
 
 

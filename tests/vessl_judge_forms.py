@@ -1,4 +1,4 @@
-"""Runs in the SDK's own Python: `python vessl_sdk_forms.py FILE ...` prints as JSON its forms, {name: {field: type}},
+"""Runs in the SDK's own Python: `python vessl_judge_forms.py FILE ...` prints as JSON its forms, {name: {field: type}},
 and for each file why one of its classes refuses a part of that, or null."""
 
 from __future__ import annotations
