@@ -17,8 +17,7 @@ import yaml
 from launching import call
 
 from penstock import __version__
-from penstock.models import facts
-from penstock.models import Facts
+from penstock.models import Facts, facts
 from penstock.spec import reading
 from penstock.targets.vessl import run_yaml
 from penstock.testing.fake_vessl import forms

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -14,6 +14,7 @@ from penstock.errors import PenstockError
 from penstock.paths import write_atomically
 from penstock.planner import Plan
 from penstock.run_folder import Desired, Handle, Kind, Part, Record, Run, State, is_locked, unit_of
+from penstock.spec.deployment import Deployment
 from penstock.targets.vessl import run_yaml, words
 from penstock.targets.vessl.api import Account, Execution
 from penstock.wire.announcement import GatewayAddress
@@ -74,10 +75,9 @@ def take(run: Run, view: ContainerView) -> None:
     if "events.jsonl" in texts:
         texts[run.fetched_events_file.name] = texts.pop("events.jsonl")
     _write(run, texts)
-    replicas = [key for key in view.units if unit_of(key).kind == "replica"]
-    if replicas:
-        others = [f"{kind}/0" for kind in run.record().placed if kind != "replica"]
-        handle = Handle(run.handle().target, {key: {} for key in [*replicas, *others]})
+    if view.stage is None and view.refusal is None:
+        replicas = [key for key in view.units if unit_of(key).kind == "replica"]
+        handle = Handle(run.handle().target, {key: {} for key in [*replicas, *_others(run.record().placed)]})
         if handle != run.handle():
             run.write_handle(handle)
 
@@ -85,14 +85,16 @@ def take(run: Run, view: ContainerView) -> None:
 def _as_seen_here(state: State, run: Run) -> str:
     """The state without processes, which are those of the container."""
     gateway = msgspec.structs.replace(state.gateway, process=None, unit=GATEWAY_UNIT)
+    if gateway.state == "gone" and not gateway.n_restarts:  # its controller has not started it yet
+        gateway = msgspec.structs.replace(gateway, state="starting")
     restarts = state.controller.restarts
     controller = msgspec.structs.replace(_OWN, n_restarts=state.controller.n_restarts, restarts=restarts)
     changes: dict[str, Part | None] = {"gateway": gateway, "controller": controller}
     for field in ("prometheus", "ui"):
         part: Part | None = getattr(state, field)
         if part is not None:
-            url = run.public_page_url if field == "ui" else part.url
-            changes[field] = msgspec.structs.replace(part, process=None, url=url, note=part.note or "its container")
+            url, note = (run.public_page_url, part.note) if field == "ui" else (part.url, part.note or "its container")
+            changes[field] = msgspec.structs.replace(part, process=None, url=url, note=note)
     seen = msgspec.structs.replace(state, **changes)
     return msgspec.json.format(msgspec.json.encode(seen), indent=2).decode()
 
@@ -114,8 +116,10 @@ def write_end(run: Run, execution: Execution, is_spot: bool) -> None:
     run.add_event("ended", reason)
 
 
-def adopt(name: str, account: Account, execution: Execution, placed: tuple[Kind, ...]) -> Run:
-    """Write the folder of a deployment that another machine started.
+def adopt(
+    name: str, account: Account, execution: Execution, placed_of: Callable[[Deployment], tuple[Kind, ...]]
+) -> Run:
+    """Write the folder of a deployment that another machine started. `placed_of`: the kinds of units inside.
 
     Without an admin token, which is on that machine alone: VESSL shows no secret.  Raises PenstockError for a run that
     penstock did not render.
@@ -133,12 +137,14 @@ def adopt(name: str, account: Account, execution: Execution, placed: tuple[Kind,
     _write(run, {"spec.yaml": file, "plan.json": plan})
     if execution.run_spec is not None:
         write_atomically(run.artifact_path / run_yaml.RUN_FILE, execution.run_spec.yaml_spec.encode())
-    run.write_desired(Desired("up", run.deployment().replicas.first))
+    deployment = run.deployment()
+    placed = placed_of(deployment)
+    run.write_desired(Desired("up", deployment.replicas.first))
     names = [f"replica/{number}" for number in range(run.desired().replicas)]
-    run.write_handle(Handle(run.deployment().target, {key: {} for key in [*names, *_others(placed)]}))
+    run.write_handle(Handle(deployment.target, {key: {} for key in [*names, *_others(placed)]}))
     (run.path / "events.jsonl").touch()
     note(run, account, execution.id)
-    record = Record(secrets.token_hex(6), name, run.deployment().target, time.time(), __version__, placed)
+    record = Record(secrets.token_hex(6), name, deployment.target, time.time(), __version__, placed)
     write_atomically(run.path / "run.json", msgspec.json.encode(record))
     return run
 

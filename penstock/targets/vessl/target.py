@@ -71,7 +71,8 @@ class VesslRun(Target):
     # ---- before ------------------------------------------------------------------------------------------------------
 
     def placed(self, deployment: Deployment) -> tuple[Kind, ...]:
-        return ("replica", "gateway", "controller")
+        kinds: tuple[Kind, ...] = ("replica", "gateway", "controller")
+        return kinds if deployment.chat_page is None else (*kinds, "ui")
 
     def check(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Problem]:
         problems = checks.file_problems(deployment)
@@ -281,7 +282,7 @@ class VesslRun(Target):
         execution = next(iter(_tagged(asked.living(), name)), None)
         if execution is None:
             return None
-        run = folder.adopt(name, account, execution, ("replica", "gateway", "controller"))
+        run = folder.adopt(name, account, execution, self.placed)
         return Adopted(run, f'VESSL, project "{account.organization}/{account.project}", run {execution.id}')
 
     def tunnel(self, run: Run, port: int, kind: Kind = "gateway") -> AbstractContextManager[Tunnel]:
