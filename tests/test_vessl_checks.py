@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -13,9 +14,11 @@ from launching import call
 from penstock import targets
 from penstock.hardware import catalog
 from penstock.spec import reading
+from penstock.spec.blocks import Vessl
 from penstock.spec.deployment import Deployment
 from penstock.targets.vessl import api, checks
 from penstock.targets.vessl.api import Preset
+from penstock.testing.fake_vessl.containers import Container
 from penstock.testing.fake_vessl.server import CLUSTER, FakeVessl, Fault
 
 BLOCK = {"cluster": CLUSTER, "preset": "gpu-l4-small"}
@@ -190,6 +193,17 @@ def test_a_server_that_is_busy_is_asked_again(vessl: FakeVessl) -> None:
     vessl.world.faults.append(Fault("GET .*/clusters", 503, "Unavailable", "restarting", n_times=2))
     vessl.world.faults.append(Fault("GET .*/secrets", 429, "TooMany", "slow down", n_times=1))
     assert of_vessl() == []
+
+
+def test_every_page_of_runs_is_read(vessl: FakeVessl, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = SimpleNamespace(has_ended=False, status="running", reason="", created_at=0.0, yaml_spec="", command="")
+    tags = {"name": "x", "tags": ["penstock-old"]}
+    for number in range(120):
+        run = SimpleNamespace(**vars(many), id=number, form=tags, endpoints=list)
+        vessl.world.runs[number] = cast(Container, run)
+    rows = api.Api(api.account(Vessl())).living()
+    assert [row.id for row in rows] == list(range(119, -1, -1))
+    vessl.world.runs.clear()
 
 
 def test_another_project_than_there_is_is_refused(vessl: FakeVessl) -> None:

@@ -183,9 +183,9 @@ def test_logs_are_copied_line_by_line_also_when_a_file_starts_anew(tmp_path: Pat
 
 def adopted(home: Path) -> tuple[Run, Execution]:
     text = GOLDEN.read_text("utf-8").replace("    PLAN\n", f"    {PLAN}\n")
-    ports = (Endpoint("gateway", 9000, "http", "https://g.example.org"),)
-    ports += (Endpoint("chat", 7860, "http", "https://c.example.org", True),)
-    execution = Execution(7, "running", endpoints=Endpoints(ports), run_spec=RunSpec(text))
+    gateway = Endpoint("gateway", 9000, "http", "https://g.example.org")
+    page = Endpoint("chat", 7860, "http", "https://c.example.org", True)
+    execution = Execution(7, "running", endpoints=Endpoints((gateway, page)), run_spec=RunSpec(text))
     run = folder.adopt("llama8", ACCOUNT, execution, lambda _: ("replica", "gateway", "controller", "ui"))
     assert run.path == home / "runs" / "llama8"
     return run, execution
@@ -232,4 +232,4 @@ def test_what_has_ended_in_vessl_has_ended_here(home: Path) -> None:
     folder.write_end(run, Execution(7, "failed", "exit code 1"), is_spot=False)
     state = run.state()
     assert run.is_ended() and state is not None and state.phase == "failed"
-    assert state.reason == "VESSL ended run 7 as failed: exit code 1" and run.events()[-1].kind == "ended"
+    assert state.reason == "VESSL ended run 7 as failed: exit code 1" and run.events()[-1].event == "ended"

@@ -80,6 +80,19 @@ def test_a_file_becomes_a_run_that_answers_is_changed_and_ends_without_a_trace(p
     assert call("status", "one").out.startswith("one is down")
 
 
+@pytest.mark.llamacpp
+def test_a_real_engine_answers_through_the_runs_address(place: Rented) -> None:
+    """The bundled model on the embedded engine: what the container starts is what `up` starts on one machine."""
+    run, key = up(place.write(engine={"kind": "llamacpp"}))
+    reply = Client(run.url, key, 30.0).chat(
+        [{"role": "user", "content": "What does penstock stand on?"}], temperature=0
+    )
+    assert "It stands on vLLM and Ray." in reply.text
+    row = now(run).replicas[0].announcement
+    assert row is not None and row.measured is not None
+    assert call("down", "one").code == 0
+
+
 def test_requests_in_flight_are_answered_before_the_run_ends(place: Rented) -> None:
     run, key = up(place.write(args={"tokens-per-s": 30}))
     client = Client(run.url, key, 30.0)

@@ -22,7 +22,7 @@ from penstock.wire.answers import HttpError
 from penstock.wire.client import Client
 
 HOST, WEB = "https://api.vessl.ai", "https://app.vessl.ai"
-_TIMEOUT_S = 20.0
+_TIMEOUT_S = 10.0
 _TRIES, _AGAIN_S = 3, 0.5
 _PAGE, _MOST_PAGES = 50, 20
 # https://docs.vessl.ai "Manage runs": from these nothing comes back.
@@ -141,7 +141,7 @@ def _refuse_clear_text(url: str) -> None:
 
 
 class Api:
-    """The calls that the target makes. Blocks for at most some tries of 20 s. Raises HttpError and PenstockError."""
+    """The calls that the target makes. Blocks for at most three tries of 10 s. Raises HttpError and PenstockError."""
 
     def __init__(self, account: Account) -> None:
         self.account = account
@@ -217,16 +217,16 @@ class Api:
     def living(self) -> list[Execution]:
         """All that have not ended, the newest first."""
         statuses = "queued,pending,initializing,running,idle,stopping,waitToBeKilled"
-        rows: list[Execution] = []
+        unique: dict[int, Execution] = {}
         for number in range(_MOST_PAGES):
             query = urlencode({"statuses": statuses, "limit": _PAGE, "offset": number * _PAGE})
             answer = self._get(f"{self._project}/run_executions?{query}")
             page = _converted(answer.get("results") or [], list[Execution])
-            rows += page
-            if len(page) < _PAGE:
+            n_before = len(unique)
+            unique |= {row.id: row for row in page}
+            if len(page) < _PAGE or len(unique) == n_before:
                 break
-        unique = {row.id: row for row in rows if not row.has_ended}
-        return sorted(unique.values(), key=lambda row: -row.id)
+        return sorted((row for row in unique.values() if not row.has_ended), key=lambda row: -row.id)
 
     def logs(self, execution_id: int, since: float) -> list[LogLine]:
         """All lines from that time on (Unix seconds), the oldest first. Without `log_limit`, which keeps the last."""
