@@ -16,6 +16,7 @@ from vessl_rig import Rented, rented
 from penstock import targets
 from penstock.deployment import live
 from penstock.run_folder import Run, find
+from penstock.targets.vessl import run_yaml
 from penstock.testing.fake_vessl.server import Fault
 from penstock.wire.client import Client
 
@@ -172,6 +173,22 @@ def test_a_start_that_the_container_refuses_fails_with_its_reason_and_leaves_not
     done = call("up", place.write(vessl={"preset": "gpu-l4-small"}, hardware={"gpu": "l4"}))
     assert done.code != 0 and '"l4", but' in done.err and "has no GPU" in done.err, done
     wait_until(lambda: not place.leftovers(), "nothing is left")
+
+
+def test_an_engine_that_cannot_start_fails_the_start_with_its_last_lines(place: Rented) -> None:
+    done = call("up", place.write(args={"oom": "kv-cache"}))
+    assert done.code == 1 and "could not start replica 0" in done.err and "its last lines:" in done.err, done
+    assert "KV cache" in done.err and place.leftovers() == []
+
+
+def test_a_failed_start_that_no_machine_ends_ends_itself(place: Rented, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The laptop went away: what serves nothing shall not be charged for ever."""
+    real = run_yaml.command
+    monkeypatch.setattr(run_yaml, "command", lambda *words: real(*words) + " --failed-s 0.5")
+    assert call("up", place.write(args={"oom": "kv-cache"}), "--no-wait").code == 0
+    (rented_run,) = place.world.living
+    wait_until(lambda: rented_run.status == "failed", "it has ended itself", 30.0)
+    wait_until(lambda: now(find("one")).phase == "failed", "its end is seen")
 
 
 def test_an_image_that_cannot_be_pulled_fails_the_start(place: Rented) -> None:

@@ -74,6 +74,10 @@ class VesslRun(Target):
         kinds: tuple[Kind, ...] = ("replica", "gateway", "controller")
         return kinds if deployment.chat_page is None else (*kinds, "ui")
 
+    def time_limit_s(self, deployment: Deployment) -> tuple[str, float] | None:
+        hours = block_of(deployment).max_hours
+        return None if hours is None else ("vessl.max_hours", hours * 3600)
+
     def check(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Problem]:
         problems = checks.file_problems(deployment)
         if is_rehearsal:
