@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -189,6 +190,17 @@ def test_a_failed_start_that_no_machine_ends_ends_itself(place: Rented, monkeypa
     (rented_run,) = place.world.living
     wait_until(lambda: rented_run.status == "failed", "it has ended itself", 30.0)
     wait_until(lambda: now(find("one")).phase == "failed", "its end is seen")
+
+
+def test_a_container_that_cannot_start_is_reported_with_its_last_words(place: Rented) -> None:
+    file = place.write()
+    port = int(yaml.safe_load(file.read_text("utf-8"))["gateway"]["port"]) + 1
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", port))
+        taken.listen()
+        done = call("up", file)
+    assert done.code == 1 and f"cannot listen on control port 0.0.0.0:{port}" in done.err, done
+    assert place.leftovers() == []
 
 
 def test_an_image_that_cannot_be_pulled_fails_the_start(place: Rented) -> None:

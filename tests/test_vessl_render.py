@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import msgspec
 import pytest
+import vessl_judge
 import yaml
 from launching import call
 
@@ -155,3 +156,10 @@ def test_the_published_example_is_planned_for_one_l4(alone: Path) -> None:
     _, plan = run_yaml.embedded(yaml.safe_dump(form))
     facts_of_plan = msgspec.json.decode(plan)
     assert facts_of_plan["max_model_len"] == 65536 and facts_of_plan["layout"]["tensor"] == 1
+
+
+def test_the_judge_is_the_sdk_whose_forms_are_named() -> None:
+    """The version stands in the YAML, in the tool that installs it and in the tests that ask it."""
+    root = Path(__file__).parent.parent
+    assert f'VERSION = "{run_yaml.SDK_VERSION}"' in (root / "tools" / "vessl_sdk.py").read_text("utf-8")
+    assert vessl_judge.PLACE.name == run_yaml.SDK_VERSION

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from launching import DEADLINE_S, Place, a_place, wait_until
 from penstock.targets import load
 from penstock.targets.vessl import target as vessl_target
 from penstock.testing.fake_vessl.server import CLUSTER, FakeVessl
+
+PAIRS = (5_500, 7_500)  # halves of ports
 
 
 class Rented:
@@ -36,14 +39,14 @@ class Rented:
 
 
 def two_ports() -> int:
-    """A free port, after which the next is free too: the control port's."""
+    """A free port, after which the next is free too: the control port's. The kernel gives neither to a connection of
+    another test: both are below those (net.ipv4.ip_local_port_range)."""
     while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            with contextlib.suppress(OSError, OverflowError):
-                second.bind(("127.0.0.1", port + 1))
-                return port
+        port = 2 * random.randrange(*PAIRS)
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            first.bind(("0.0.0.0", port))
+            second.bind(("0.0.0.0", port + 1))
+            return port
 
 
 @contextlib.contextmanager

@@ -108,9 +108,9 @@ def _write(run: Run, texts: Mapping[str, str]) -> None:
         write_atomically(path, text.encode())
 
 
-def write_end(run: Run, execution: Execution, is_spot: bool) -> None:
-    """Its run has ended, and nothing outside would start it again: so has the deployment."""
-    reason = words.ended(execution, is_spot)
+def write_end(run: Run, execution: Execution, is_spot: bool, said: str | None = None) -> None:
+    """Its run has ended, and nothing outside would start it again: so has the deployment. `said`: its last words."""
+    reason = "; its log ends with: ".join(filter(None, [words.ended(execution, is_spot), said]))
     run.write_desired(Desired("down", 0))
     run.write_state(State(time.time(), "failed" if execution.status == "failed" else "down", 0, reason=reason))
     run.add_event("ended", reason)

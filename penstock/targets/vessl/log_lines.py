@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from penstock.errors import PenstockError
+from penstock.log_lines import last_words
 from penstock.run_folder import Unit
 from penstock.targets.vessl.api import Api, LogLine
 
@@ -37,6 +38,15 @@ def lines(
             continue  # the next look may succeed
         yield from (text for row in more for text in _of(row, front))
         rows = more or rows
+
+
+def why(api: Api, execution_id: int) -> str | None:
+    """The container's own last words, which no part wrote: why it could not start. None where there are none."""
+    try:
+        rows = api.logs(execution_id, 0.0)
+    except PenstockError:
+        return None
+    return last_words(text for row in rows for text in row.message.splitlines() if not text.startswith("["))
 
 
 def _settled(rows: list[LogLine], is_over: bool) -> list[LogLine]:

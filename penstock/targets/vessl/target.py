@@ -226,7 +226,8 @@ class VesslRun(Target):
         execution = look.execution
         is_over = execution is not None and execution.has_ended and not run.is_ended()
         if is_over and execution is not None and not is_locked(run):  # a `down` of this machine writes its own end
-            folder.write_end(run, execution, block_of(run.deployment()).spot)
+            said = log_lines.why(self._api_of(run), execution.id) if execution.status == "failed" else None
+            folder.write_end(run, execution, block_of(run.deployment()).spot, said)
             with contextlib.suppress(PenstockError):  # else `down` removes it
                 asked = self._api_of(run)
                 if self._find(asked, run) is None:  # another machine may have started it again
