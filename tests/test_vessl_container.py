@@ -3,6 +3,7 @@ what it tells."""
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,9 +127,9 @@ def of_golden() -> Deployment:
 
 def test_inside_the_file_is_that_of_one_machine_whose_ports_are_reached() -> None:
     outer = of_golden()
-    inner = program.inside(outer, "local", "/penstock/weights")
+    inner = program.inside(outer, "local", "/penstock-weights")
     assert (inner.target, inner.vessl, inner.gateway.host) == ("local", None, "0.0.0.0")
-    assert inner.cache.weights == "/penstock/weights" and inner.gateway.port == outer.gateway.port
+    assert inner.cache.weights == "/penstock-weights" and inner.gateway.port == outer.gateway.port
     page = inner.chat_page
     assert page is not None and page.host == "0.0.0.0" and page.login == "keys"
     assert reading.parse(reading.to_yaml(inner)) == inner, "a file that `up` takes on one machine"
@@ -233,3 +234,29 @@ def test_what_has_ended_in_vessl_has_ended_here(home: Path) -> None:
     state = run.state()
     assert run.is_ended() and state is not None and state.phase == "failed"
     assert state.reason == "VESSL ended run 7 as failed: exit code 1" and run.events()[-1].event == "ended"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("has_penstock", [True, False])
+def test_an_image_without_penstock_gets_it_from_the_volume_and_the_shell_is_replaced(
+    has_penstock: bool, tmp_path: Path
+) -> None:
+    """The run's command with a `python3` that writes down how it is called, and the process that it is."""
+    command = yaml.safe_load(GOLDEN.read_text("utf-8"))["run"][0]["command"]
+    python = tmp_path / "python3"
+    check = "exit 0" if has_penstock else 'case "$1" in -c) exit 1;; esac'
+    python.write_text(f'#!/bin/sh\necho "$$ $*" >>"$HOME/calls"\n{check}\n', "utf-8")
+    python.chmod(0o755)
+    variables = {"HOME": str(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    child = subprocess.Popen(["sh", "-c", command], env=variables, cwd=tmp_path)
+    assert child.wait(timeout=30) == 0
+    calls = [line.split(" ", 1) for line in (tmp_path / "calls").read_text("utf-8").splitlines()]
+    install = [] if has_penstock else ["-m pip install --quiet /penstock-code/*.whl"]
+    assert [words for _, words in calls] == [
+        "-c import penstock.deployment.container",
+        *install,
+        f"-m penstock.deployment.container {tmp_path}/penstock.yaml --target local --control 9001 "
+        "--weights /penstock-weights --max-hours 0.5",
+    ]
+    assert int(calls[-1][0]) == child.pid, "TERM reaches penstock, not a shell"
+    assert reading.load(tmp_path / "penstock.yaml") == of_golden()

@@ -25,7 +25,8 @@ SDK_VERSION = "0.1.199"
 RUN_FILE, SERVICE_FILE = "run.yaml", "service.yaml"
 TAG = "penstock"
 GATEWAY, CONTROL, PAGE = "gateway", "control", "chat"
-WEIGHTS, CODE = "/penstock/weights", "/penstock/code"
+# Not below /penstock: in a container whose commands run in "/" Python would take that folder for the package.
+WEIGHTS, CODE = "/penstock-weights", "/penstock-code"
 _VOLUME, _ARTIFACT = "volume://", "vessl-artifact://"
 _FILE, _PLAN = '"$HOME/penstock.yaml"', '"$HOME/penstock-plan.json"'
 _END = "END_OF_PENSTOCK_FILE"
@@ -176,7 +177,7 @@ def command(deployment: Deployment, plan: str) -> str:
     words += [] if block.max_hours is None else ["--max-hours", f"{block.max_hours:g}"]
     return "\n".join([
         "set -e",
-        f"python3 -c 'import penstock' 2>/dev/null || python3 -m pip install --quiet {what}",
+        f"python3 -c 'import penstock.deployment.container' 2>/dev/null || python3 -m pip install --quiet {what}",
         f"cat >{_PLAN} <<'{_END}'",
         plan,
         _END,
