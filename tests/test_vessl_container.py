@@ -226,6 +226,12 @@ def test_the_containers_state_is_shown_without_its_processes(home: Path) -> None
     assert run.handle().replicas.keys() == {"4"}
     folder.take(run, ContainerView("1", stage="starting", files={"state.json": "torn"}))
     assert run.handle().replicas.keys() == {"4"} and run.state() == seen
+    end = {
+        "state.json": msgspec.json.encode(State(2.0, "down", 0)),
+        "desired.json": msgspec.json.encode(Desired("down", 0)),
+    }
+    folder.take(run, ContainerView("1", files={name: text.decode() for name, text in end.items()}))
+    assert run.state() == seen and run.desired().state == "up", "the run is charged until VESSL says that it has ended"
 
 
 def test_what_has_ended_in_vessl_has_ended_here(home: Path) -> None:

@@ -69,6 +69,9 @@ def take(run: Run, view: ContainerView) -> None:
     if is_ending:
         texts.pop("desired.json", None)
     state = texts.pop("state.json", None)
+    if _is_ending(view):  # when that is over, VESSL tells it: its run is charged until then
+        texts.pop("desired.json", None)
+        state = None
     if state is not None:
         with contextlib.suppress(msgspec.MsgspecError):
             texts["state.json"] = _as_seen_here(msgspec.json.decode(state, type=State), run)
@@ -80,6 +83,13 @@ def take(run: Run, view: ContainerView) -> None:
         handle = Handle(run.handle().target, {key: {} for key in [*replicas, *_others(run.record().placed)]})
         if handle != run.handle():
             run.write_handle(handle)
+
+
+def _is_ending(view: ContainerView) -> bool:
+    """Whether the container ends the deployment, by itself or as another machine ordered."""
+    with contextlib.suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(view.files.get("desired.json", ""), type=Desired).state == "down"
+    return False
 
 
 def _as_seen_here(state: State, run: Run) -> str:
