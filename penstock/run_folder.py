@@ -309,7 +309,7 @@ class Run:
 
     @property
     def admin_url(self) -> str:
-        return "http://" + (self.gateway_address().admin[0] if self.places("gateway") else self.gateway_file().admin)
+        return "http://" + (self.gateway_address().best if self.places("gateway") else self.gateway_file().admin)
 
     def admin_token(self) -> str:
         try:

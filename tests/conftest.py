@@ -50,10 +50,13 @@ ReportT = TypeVar("ReportT", pytest.TestReport, pytest.CollectReport)
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """PENSTOCK_HOME: an empty folder (not made yet), so that no test touches ~/.penstock, nor a cluster of ours."""
+    """PENSTOCK_HOME: an empty folder (not made yet), so that no test touches ~/.penstock, nor a cluster or an account
+    of ours."""
     path = tmp_path / "home"
     monkeypatch.setenv("PENSTOCK_HOME", str(path))
     monkeypatch.setenv("KUBECONFIG", os.devnull)
+    monkeypatch.setenv("VESSL_CONFIG_PATH", os.devnull)
+    monkeypatch.delenv("VESSL_ACCESS_TOKEN", raising=False)
     # The sources are what is tested; test_native compiles them and tests the result.
     monkeypatch.setenv("PENSTOCK_NATIVE", "0")
     return path

@@ -24,7 +24,7 @@ from penstock.engines.llamacpp.engine import LlamaCpp
 from penstock.engines.vllm.engine import Vllm
 from penstock.errors import PenstockError, UserError
 from penstock.run_folder import Desired, Run, State
-from penstock.targets import local
+from penstock.targets import TABLE, load, local
 from penstock.text import MIB
 
 VERBS = ["up", "render", "ls", "status", "logs", "chat", "keys", "usage", "scale", "down", "clean", "doctor"]
@@ -122,12 +122,14 @@ def test_all_that_is_wrong_is_reported_at_once(shell: Shell, taken: int, monkeyp
     """`up` used to report one problem at a time, where `doctor` reports all."""
     run_folder(deployment(name="d"))
     monkeypatch.setattr("penstock.deployment.preflight.free_bytes", lambda _: 3 * MIB)
-    words = ["--set", "target=vessl", "--port", str(taken), "--name", "d"]
+    monkeypatch.delitem(TABLE, "ray")
+    load.cache_clear()
+    words = ["--set", "target=ray", "--port", str(taken), "--name", "d"]
     code, _, errors = shell("up", "/models/absent", *words)
     assert (code, errors.splitlines()[0]) == (2, 'error: cannot use deployment "d": 5 problems')
     for problem in (
         'deployment "d" runs with other settings: model: penstock-demo -> /models/absent',
-        'cannot use target "vessl"',
+        'cannot use target "ray"',
         f"cannot listen on 127.0.0.1:{taken}: address already in use",
         "3.0 MiB of its disk are free: A deployment needs 64.0 MiB",
         'cannot use model "/models/absent": no such folder',

@@ -79,13 +79,13 @@ PLAIN = """
 access addresses admin agent amx announcer answering api archive arguments arrivals autoscale
 baselines blocks board boards body bootstrap bundle
 calibrate calibration capacity catalog changes checks child choice collectives compare comparison compiled completion
-config conformance connections conversation cost cpu
+config conformance connections container control conversation cost cpu
 dashboard decide decisions dense detached detect doctor driver
 elsewhere ending entry errors estimate event examine exchange exchanges explain export expressions
-facts failures fake fetch fields figures fit flags folder footers forwarding
+facts failures fake fetch fields figures fit flags folder footers forms forwarding
 genai google grafana guard
-health history host html http http1 hub hybrid
-init inputs install instances
+health history holder host html http http1 hub hybrid
+images init inputs install instances
 kept kernel key
 leader leftovers levers library lifecycle limits lines link listener live liveness local lock locks login loop
 main manifest manifests markup measured member merge metric middleware modelscope monitoring
@@ -96,13 +96,13 @@ policies prepare price progress prometheus promql proxied public published
 queries queue quota
 ranges rate reachability reachable reading ready reasons reduce refusals remote rendezvous replay replies report
 responses retries rights rope routes rules
-samples scale scaler scaling scheduling schema scores screen script server service services sessions settings setup
-shared simulate simulator site sleep sleeping slow snapshot snippet solve source span sse staging startup static
+samples scale scaler scaling scheduling schema scores screen script secret server service services sessions settings
+setup shared simulate simulator site sleep sleeping slow snapshot snippet solve source span sse staging startup static
 statistics stats status stop store strategic structs supervisor svg sweep sync synthetic
 tab terminal theme timestamps top topology totals trace traces traffic tunnel tunnels
 ui unit upstream upstreams
 validity versions view vision volume
-waiting words writer
+waiting words writer yaml
 """
 
 

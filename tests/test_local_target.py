@@ -23,6 +23,7 @@ CHECKED = {
     "ray": "test_target_ray.py",
     "slurm": "test_slurm_target.py",
     "ssh": "test_ssh_target.py",
+    "vessl": "test_vessl_target.py",
 }
 
 

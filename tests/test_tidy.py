@@ -79,8 +79,8 @@ MAY_IMPORT_HEAVY = {
     f"chat/page/{name}.py"
     for name in ("layout", "chat_tab", "completion_tab", "compare_tab", "elsewhere_tab", "settings_panel")
 }
-# Modules of the room that are no target: the ssh program, the verbs on a login node, ports that lead elsewhere.
-SHARED_BY_TARGETS = {"openssh", "login", "tunnel"}
+# Modules of the room that are no target: the ssh program, the verbs on a login node, ports that lead elsewhere, images.
+SHARED_BY_TARGETS = {"openssh", "login", "tunnel", "images"}
 FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "base", "core", "types", "manager", "managers"}
 FORBIDDEN_CLASS = re.compile(r"^Abstract|Mixin$|Impl$|Manager$")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 600, 70, 8
@@ -89,6 +89,7 @@ MAY_PRINT = {
     "cli": "the command line",
     "node": "a program: its output is the replica's log",
     "deployment/controller": "a program: its output is controller.log",
+    "deployment/container": "a program: its output is the container's log",
     "gateway/compiled.py": "python -m penstock.gateway.compiled",
     "engines/llamacpp/engine.py": "its `main` is the engine's program",
     "targets/kubernetes/prepare.py": "a program: its output is the log of the init container",

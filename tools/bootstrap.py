@@ -113,7 +113,7 @@ def _version(link: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"uv-([0-9.]+)-", link)[-1].split("."))
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     env = {**os.environ, "UV_HTTP_RETRIES": "5", "UV_HTTP_TIMEOUT": "120", "UV_LINK_MODE": "copy"}
     if "PIP_CERT" in env:
         env.setdefault("SSL_CERT_FILE", env["PIP_CERT"])
@@ -128,7 +128,7 @@ def _uv(words: list[str], tries: int = TRIES) -> int:
     for attempt in range(tries):
         if attempt:
             time.sleep(5 * attempt)
-        code = subprocess.run(argv, env=_environment(), stderr=None if tries > 1 else subprocess.DEVNULL).returncode
+        code = subprocess.run(argv, env=environment(), stderr=None if tries > 1 else subprocess.DEVNULL).returncode
         if code == 0:
             break
     return code

@@ -1,5 +1,5 @@
-"""What tests need from Debian: `python3 tools/packages.py hosts postgres native observe browser kubernetes`. Reports
-what it cannot install.
+"""What tests need beyond .venv: `python3 tools/packages.py hosts postgres native observe browser kubernetes vessl`.
+Reports what it cannot install.
 
 Never starts what it installs: a package's service would belong to the machine, and the tests start their own daemons.
 Standard library only. It always exits 0: without the packages only the tests that need them are skipped.
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import kubernetes_build
+import vessl_sdk
 
 # Group -> {program: the package that brings it}.
 GROUPS = {
@@ -40,6 +41,7 @@ GROUPS = {
         "containerd": "containerd",
         "busybox": "busybox-static",
     },
+    "vessl": {},  # from a package index
 }
 # Packages that come without a program.
 EXTRA = {
@@ -66,6 +68,8 @@ def main(groups: list[str]) -> int:
         _bring(carriers, absent)
     if "kubernetes" in groups and not kubernetes_build.is_complete():
         _build_kubernetes()
+    if "vessl" in groups and not vessl_sdk.is_complete():
+        _bring_vessl()
     return 0
 
 
@@ -86,6 +90,15 @@ def _build_kubernetes() -> None:
         print(f"built Kubernetes in {time.monotonic() - began:.0f} s", flush=True)
     else:
         print(f"tests that need Kubernetes are skipped: {problem}", file=sys.stderr, flush=True)
+
+
+def _bring_vessl() -> None:
+    began = time.monotonic()
+    problem = vessl_sdk.bring()
+    if problem is None:
+        print(f"installed VESSL's SDK in {time.monotonic() - began:.0f} s", flush=True)
+    else:
+        print(f"tests that need VESSL's SDK are skipped: {problem}", file=sys.stderr, flush=True)
 
 
 def _install(names: list[str]) -> str | None:

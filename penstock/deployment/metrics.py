@@ -40,7 +40,10 @@ def prometheus_url(run: Run) -> str:
         raise PenstockError(f'the Prometheus of "{run.name}" does not run', detail=reason, is_retryable=True)
     if part.note not in (None, socket.gethostname()):
         message = f'the Prometheus of "{run.name}" answers on loopback of {part.note} alone'
-        raise PenstockError(message, hint=f"Ask there: ssh {part.note} penstock metrics ...")
+        hint = f"Ask there: ssh {part.note} penstock metrics ..."
+        if not targets.load(run.record().target).shares_files:
+            hint = "For a Prometheus of yours: penstock metrics --export DIR."
+        raise PenstockError(message, hint=hint)
     return part.url
 
 

@@ -71,7 +71,7 @@ def up(
                 hint = "Add --replace to end it and start the new one, or give another --name."
                 message = f'deployment "{deployment.name}" runs with other settings'
                 refusals.append(UserError(message, detail="\n".join(changes), hint=hint))
-        with _bind("127.0.0.1") as held:
+        with bind("127.0.0.1") as held:
             admin_port = held.getsockname()[1]
             prepared = prepare(deployment, admin_port, not_ended(deployment.name), refusals=refusals, fetching=fetching)
             if existing is not None:
@@ -83,7 +83,7 @@ def up(
                     end_run(old, now=False, on_step=None)
                 return _start(prepared, (), on_step, is_roll)
             host = "127.0.0.1" if target.listen == "loopback" else "0.0.0.0"
-            with _bind(host, admin_port) as admin, _replace(old, deployment.gateway) as public:
+            with bind(host, admin_port) as admin, _replace(old, deployment.gateway) as public:
                 return _start(prepared, (public, admin), on_step)
 
 
@@ -104,7 +104,7 @@ def rolls(deployment: Deployment) -> bool:
     return targets.load(deployment.target).rolls(existing, deployment)
 
 
-def _bind(host: str, port: int = 0) -> socket.socket:
+def bind(host: str, port: int = 0) -> socket.socket:
     """The admin socket of a gateway that starts later: until it listens, others of ours may bind the port too."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -187,7 +187,7 @@ def _start(
                     key = KeyStore(database).renew("first", 0.0, time.time())
             if run.places("gateway"):
                 store.share(place)
-        _place(run, target)
+        place_units(run, target)
         if key is not None and run.places("gateway") and not target.shares_files and not run.first_key_file.exists():
             key = None  # it has the key of an earlier `up`
         if not run.places("controller"):
@@ -218,7 +218,8 @@ def write_run(prepared: Prepared, ports: Sequence[int] = ()) -> Run:
     return run_folder.create(draft, time.time())
 
 
-def _place(run: Run, target: Target) -> None:
+def place_units(run: Run, target: Target) -> None:
+    """Place every unit of a new run.  Raises PenstockError when not all could be."""
     units = {Unit("replica", str(number)) for number in range(run.desired().replicas)}
     units |= {Unit(kind, "0") for kind in run.record().placed if kind != "replica"}
     run.write_handle(target.place(run, units))
@@ -322,7 +323,10 @@ def _start_error(run: Run, state: State) -> PenstockError:
     failed = next((replica for replica in state.replicas if replica.state == "failed"), None)
     if failed is None or failed.announcement is None:
         if state.phase == "down":
-            return PenstockError(f'could not start deployment "{run.name}": it was stopped while it was starting')
+            why = state.reason or "it was stopped while it was starting"
+            return PenstockError(f'could not start deployment "{run.name}": {why}')
+        if state.phase == "failed" and state.reason is not None:
+            return PenstockError(f'could not start deployment "{run.name}": {state.reason}')
         last = state.gateway.restarts[-1].reason if state.gateway.restarts else None
         return PenstockError(f'could not start deployment "{run.name}": its gateway is gone', detail=last)
     log = run.log(f"replica-{failed.replica}")

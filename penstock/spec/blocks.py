@@ -1,5 +1,5 @@
-"""The blocks of the deployment file that belong to one kind of target each: `ssh`, `ray`, `slurm`,
-`kubernetes`."""
+"""The blocks of the deployment file that belong to one kind of target each: `ssh`, `ray`, `slurm`, `kubernetes`,
+`vessl`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Literal
 import msgspec
 
 # Blocks of targets that this version does not have: any field is taken.
-UNTYPED = ("cloudera", "vessl")
-# Targets whose gateway runs where others may reach it: on a login node, in a cluster's network.
-SHARED = ("ssh", "slurm", "kubernetes")
+UNTYPED = ("cloudera",)
+# Targets whose gateway runs where others may reach it: on a login node, in a cluster's network, at a public address.
+SHARED = ("ssh", "slurm", "kubernetes", "vessl")
 
 
 class Ssh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -133,3 +133,33 @@ class Kubernetes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def has_paths(self) -> bool:
         """Whether clients outside reach other Services than the gateway's at the same host, below a path."""
         return self.expose in ("Ingress", "HTTPRoute")
+
+
+class Vessl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One run of VESSL: a container that holds the whole deployment. Words are VESSL's own.
+
+    `product`: VESSL Run and Service (run); VESSL Cloud (cloud) has other calls and is not built. `kind: service`: a
+    revision of VESSL Service, with its autoscaling between `replicas.min` and `replicas.max`; `render` prints it, and
+    `vessl service create` sends it. `organization`, `project`: those of `vessl configure` when absent. `cluster` and
+    `preset` are required. `spot: true` allows a preset of spot machines: a reclaim ends the deployment.
+
+    `image`: with the engine and Python 3.11 (vllm/vllm-openai of the planned version when absent). `code`: a source of
+    VESSL's (volume://STORAGE/NAME) that holds penstock's wheel; absent, an image without penstock installs it by pip.
+    `secrets`: variables by the names of VESSL secrets ({HF_TOKEN: my-hub-token}). `mounts`, `imports`, `exports`: its
+    mount, import and export, {path: source}. `max_hours`: the deployment ends itself after so long.
+    """
+
+    product: Literal["run", "cloud"] = "run"
+    kind: Literal["run", "service"] = "run"
+    organization: str | None = None
+    project: str | None = None
+    cluster: str | None = None
+    preset: str | None = None
+    spot: bool = False
+    image: str | None = None
+    code: str | None = None
+    secrets: dict[str, str] = {}
+    mounts: dict[str, str] = {}
+    imports: dict[str, str] = {}
+    exports: dict[str, str] = {}
+    max_hours: float | None = None

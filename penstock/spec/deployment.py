@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.spec.blocks import Kubernetes, RayCluster, Slurm, Ssh
+from penstock.spec.blocks import Kubernetes, RayCluster, Slurm, Ssh, Vessl
 from penstock.spec.gateway import GatewaySettings, Price
 
 TARGETS = ("local", "ssh", "ray", "slurm", "kubernetes", "cloudera", "vessl")
@@ -169,7 +169,7 @@ class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class GatewaySpec(GatewaySettings, frozen=True, forbid_unknown_fields=True):
     """Where clients connect. `port: 0` takes any free port. Beyond loopback `auth: keys` is required; with targets ssh
-    and slurm, whose machines others may log in to, it is the default.
+    and slurm, whose machines others may log in to, and vessl, whose address is public, it is the default.
 
     `on`: the gateway runs where `up` runs (login), or in a job (job), which only target slurm can do; then `host` is
     that node's address, and `port` any free one if taken.
@@ -238,7 +238,7 @@ class Ui(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 # cache.weights that is no folder.
-_ELSEWHERE = re.compile(r"(pvc|image):|(gs|s3)://|pod\Z")
+_ELSEWHERE = re.compile(r"(pvc|image):|(gs|s3|volume|vessl-artifact)://|pod\Z")
 
 
 class Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -248,6 +248,8 @@ class Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     the hub once (`kubernetes.storage_class`, `storage_size`, `storage_access`). `pod`: each pod's own disk, filled when
     it starts. The others hold the model's folder and are only read: `pvc:CLAIM/PATH`, `gs://BUCKET/PATH` (Cloud Storage
     FUSE of GKE), `s3://BUCKET/PATH` (vLLM streams it), `image:REFERENCE` (an image volume), and a folder of the nodes.
+    With target vessl: `volume://STORAGE/NAME`, which is mounted, or `vessl-artifact://ORG/PROJECT/NAME`, which is
+    copied in at the start and saved when the run ends.
 
     `stage`: where each node keeps a copy of the weights to load from. `none`: nowhere, a model's folder is read where
     it is. A folder of the nodes, with their variables ($SLURM_TMPDIR/models): it stays there for the next start.
@@ -288,7 +290,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slurm: Slurm | None = None
     kubernetes: Kubernetes | None = None
     cloudera: dict[str, Any] | None = None
-    vessl: dict[str, Any] | None = None
+    vessl: Vessl | None = None
 
     @property
     def chat_page(self) -> Ui | None:

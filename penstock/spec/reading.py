@@ -290,7 +290,10 @@ def _join(path: str, key: object) -> str:
 
 
 _ENGINE_URL = re.compile(r"(http://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?|unix:/.+)\Z")
-_FREE = ("args", "env", "runtime_env", "node_selector", "tolerations", "labels", "annotations", "patch", *UNTYPED)
+_FREE = (
+    *("args", "env", "runtime_env", "node_selector", "tolerations", "labels", "annotations", "patch"),
+    *("secrets", "mounts", "imports", "exports", *UNTYPED),
+)
 
 
 # Lower bounds (inclusive) by path; checked after the types.

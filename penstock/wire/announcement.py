@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.errors import PenstockError
+
 ReplicaState = Literal[
     "queued",
     "starting",
@@ -56,7 +58,8 @@ class Process(msgspec.Struct, frozen=True, omit_defaults=True):
 class GatewayAddress(msgspec.Struct, frozen=True):
     """gateway/address.json: where the newest gateway serves, "host:port" each; `admin` the best first.
 
-    `public_url`: where clients outside its network reach it, `public_page_url`: the chat page.
+    `admin` is empty where no other machine reaches that. `public_url`: where clients outside its network reach it,
+    `public_page_url`: the chat page.
     """
 
     unit: str
@@ -64,6 +67,13 @@ class GatewayAddress(msgspec.Struct, frozen=True):
     admin: tuple[str, ...]
     public_url: str | None = None
     public_page_url: str | None = None
+
+    @property
+    def best(self) -> str:
+        """The best admin address.  Raises PenstockError where there is none."""
+        if not self.admin:
+            raise PenstockError(f"the gateway at {self.listen} has its admin address on loopback")
+        return self.admin[0]
 
 
 class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -146,8 +146,10 @@ class Client:
         """The JSON that answers POST `path`. `body` may be anything msgspec encodes, our structs included."""
         return self._json("POST", path, msgspec.json.encode(body), headers)
 
-    def send(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        with self._exchange(method, path, body) as response:
+    def send(
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> bytes:
+        with self._exchange(method, path, body, headers) as response:
             return response.read()
 
     def get_events(self, path: str) -> Generator[Event, None, None]:

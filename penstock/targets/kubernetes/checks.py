@@ -14,8 +14,9 @@ import msgspec
 from penstock.errors import Problem, UserError
 from penstock.hardware import Machine
 from penstock.spec.deployment import Deployment, Observe, Ui
+from penstock.spec.secret_names import secret_names
 from penstock.targets import machines_of_file
-from penstock.targets.kubernetes import capacity, objects, pods, quota, rights, traffic, weights
+from penstock.targets.kubernetes import capacity, objects, quota, rights, traffic, weights
 from penstock.targets.kubernetes.api import Api, ApiError
 from penstock.targets.kubernetes.objects import INSTANCE, MANAGED_BY, MANAGER, Object, block_of
 from penstock.targets.kubernetes.strategic_merge import merged
@@ -125,7 +126,7 @@ def _block_problems(deployment: Deployment) -> Iterator[Problem]:
 
 def _own_problems(deployment: Deployment) -> Iterator[Problem]:
     """Fields outside the block that a cluster takes otherwise than a machine does."""
-    for name in pods.secret_names(deployment.engine.env):
+    for name in secret_names(deployment.engine.env):
         hint = "put it into a Secret, and name that with secretKeyRef in kubernetes.patch"
         yield Problem(f"engine.env.{name}", "looks like a secret, and everyone who reads the pods would see it", hint)
     if deployment.engine.executor == "ray" and block_of(deployment).image is None:

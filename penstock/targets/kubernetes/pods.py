@@ -7,7 +7,6 @@ set VLLM_PORT. There is no liveness probe: the node supervises its engine, and t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -15,6 +14,7 @@ import msgspec
 from penstock.errors import UserError
 from penstock.planner import Plan
 from penstock.spec.deployment import Deployment
+from penstock.targets.images import engine_words, public_image
 from penstock.targets.kubernetes import archive, objects
 from penstock.targets.kubernetes.objects import CODE, HOME, Object, block_of
 
@@ -34,9 +34,6 @@ _ENVIRONMENT = {
     "TORCHINDUCTOR_CACHE_DIR": f"{CACHE}/inductor",
     "TRITON_CACHE_DIR": f"{CACHE}/triton",
 }
-_SECRET_NAME = re.compile(
-    r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)(?:_|$)"
-)
 # A container that fails leaves the end of its log in its status, from where `status` tells it.
 _LAST_LINES = "FallbackToLogsOnError"
 _PREPARE_NEEDS = {"cpu": "500m", "memory": "512Mi"}
@@ -191,25 +188,16 @@ def secret_env(name: str, secret: str, key: str) -> Object:
     return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key, "optional": True}}}
 
 
-def secret_names(values: Mapping[str, str]) -> list[str]:
-    """Names of variables whose values are probably secret, so that no object may show them."""
-    return [name for name in values if _SECRET_NAME.search(name.upper())]
-
-
 def image(deployment: Deployment, plan: Plan) -> str:
     """The image of the replicas' pods.  Raises UserError where only the user knows one.
 
-    https://hub.docker.com/r/vllm/vllm-openai/tags: a tag is "v" and the version. Its user is root, its entrypoint
-    `vllm serve`: both are replaced here. It has python3, and vLLM itself needs msgspec, psutil and pyyaml.
+    User and entrypoint of a public image are replaced here.
     """
-    own = block_of(deployment).image
-    if own is not None:
-        return own
-    if plan.engine == "vllm" and plan.device == "cuda":
-        return f"vllm/vllm-openai:v{plan.engine_version.partition('+')[0]}"
-    engine = plan.engine if plan.device == "cuda" else f"{plan.engine} on the CPU"
-    hint = "Set kubernetes.image to one with the engine, Python 3.11, msgspec, psutil and pyyaml."
-    raise UserError(f"cannot choose an image for engine {engine}", hint=hint)
+    found = block_of(deployment).image or public_image(plan)
+    if found is None:
+        hint = "Set kubernetes.image to one with the engine, Python 3.11, msgspec, psutil and pyyaml."
+        raise UserError(f"cannot choose an image for engine {engine_words(plan)}", hint=hint)
+    return found
 
 
 def _without_empty(fields: Mapping[str, object]) -> Object:

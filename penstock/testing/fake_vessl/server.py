@@ -1,0 +1,341 @@
+"""A strict stand-in for VESSL's API on loopback: `with FakeVessl(folder) as vessl: ...`.
+
+It knows the calls of docs/how-to/vessl.md and no others, wants `Authorization: Token TOKEN`, judges YAML by the forms
+of VESSL's SDK and executes a run's command. VESSL's own CLI drives it too (VESSL_API_HOST), which is how it is judged.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs, urlsplit
+
+from penstock.testing.fake_vessl import forms
+from penstock.testing.fake_vessl.containers import Container, Pace
+
+TOKEN, ORGANIZATION, PROJECT, CLUSTER = "token-of-the-fake", "acme", "serving", "vessl-gcp-oregon"
+_PRESETS = (
+    {"id": 1, "name": "gpu-l4-small", "processor_type": "GPU", "cpu_limit": 6.0, "memory_limit": "42Gi",
+     "gpu_type": "NVIDIA-L4", "gpu_limit": 1, "spot": False, "default_hourly_credit": 1},
+    {"id": 2, "name": "gpu-l4-small-spot", "processor_type": "GPU", "cpu_limit": 6.0, "memory_limit": "42Gi",
+     "gpu_type": "NVIDIA-L4", "gpu_limit": 1, "spot": True, "default_hourly_credit": 1},
+    {"id": 3, "name": "cpu-medium", "processor_type": "CPU", "cpu_limit": 4.0, "memory_limit": "16Gi",
+     "gpu_type": None, "gpu_limit": 0, "spot": False, "default_hourly_credit": 0.5},
+    {"id": 4, "name": "gpu-new", "processor_type": "GPU", "cpu_limit": 8.0, "memory_limit": "64Gi",
+     "gpu_type": "X9000", "gpu_limit": 1, "spot": False, "default_hourly_credit": 9},
+)  # fmt: skip
+
+
+_CLUSTER_ROW = {
+    "id": 11, "name": CLUSTER, "status": "connected", "is_vessl_managed": True, "available_gpus": ["NVIDIA-L4"]
+}  # fmt: skip
+
+
+class Refused(Exception):
+    """An error status with VESSL's code and message."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass
+class Fault:
+    """The next `n_times` calls whose method and path match answer this, after they were done with `is_after`."""
+
+    pattern: str
+    status: int
+    code: str
+    message: str
+    n_times: int = 1
+    is_after: bool = False
+
+
+@dataclass
+class World:
+    """What an account of the fake has."""
+
+    folder: Path
+    pace: Pace = field(default_factory=Pace)
+    credit_balance: float = 100.0
+    presets: list[dict[str, Any]] = field(default_factory=lambda: [dict(row) for row in _PRESETS])
+    secrets: dict[str, tuple[int, str]] = field(default_factory=dict)
+    runs: dict[int, Container] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @property
+    def living(self) -> list[Container]:
+        return [run for run in self.runs.values() if not run.has_ended]
+
+
+class FakeVessl:
+    """`world` may be changed while it serves; leaving the block ends all runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.world = World(folder)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self.world))
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> FakeVessl:
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        for run in self.world.living:
+            run.terminate(without_grace=True)
+            run.wait(10.0)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What leads penstock and VESSL's CLI here."""
+        return {
+            "VESSL_API_HOST": self.url,
+            "VESSL_WEB_HOST": self.url,
+            "VESSL_ACCESS_TOKEN": TOKEN,
+            "VESSL_DEFAULT_ORGANIZATION": ORGANIZATION,
+            "VESSL_DEFAULT_PROJECT": PROJECT,
+            "VESSL_CONFIG_PATH": str(self.world.folder / "no-config"),
+        }
+
+
+# ---- the calls -------------------------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """A request. `number`: the one in its path."""
+
+    world: World
+    body: Any
+    query: dict[str, list[str]]
+    number: str = ""
+
+
+def _always(answer: Any) -> Callable[[Call], Any]:
+    return lambda _: answer
+
+
+def _me(call: Call) -> Any:
+    return {
+        "id": 1,
+        "username": "ada",
+        "email": "ada@example.org",
+        "organizations": [_organization(call)],
+    }
+
+
+def _organization(call: Call) -> Any:
+    return {"id": 7, "name": ORGANIZATION, "credit_balance": call.world.credit_balance}
+
+
+def _resource_specs(call: Call) -> Any:
+    return {"results": call.world.presets}
+
+
+def _secrets(call: Call) -> Any:
+    rows = [
+        {"credentials_name": name, "credentials_id": number, "credentials_kind": "generic-secret"}
+        for name, (number, _) in call.world.secrets.items()
+    ]
+    return {"secrets": rows}
+
+
+def _write_secret(call: Call) -> Any:
+    if call.body.keys() != {"secret_name", "value"}:
+        raise Refused(400, "InvalidArgument", f"unknown fields {sorted(call.body)}")
+    number = call.world.secrets.get(call.body["secret_name"], (len(call.world.secrets) + 100, ""))[0]
+    call.world.secrets[call.body["secret_name"]] = (number, call.body["value"])
+    return {"credentials_name": call.body["secret_name"], "credentials_id": number}
+
+
+def _delete_secret(call: Call) -> Any:
+    name = next((name for name, row in call.world.secrets.items() if row[0] == int(call.number)), None)
+    if name is None:
+        raise Refused(404, "NotFound", "no such secret")
+    del call.world.secrets[name]
+    return {}
+
+
+def _form(body: Any) -> tuple[str, dict[str, Any], list[tuple[str, str]]]:
+    import yaml
+
+    if not isinstance(body, dict) or "yaml_spec" not in body:
+        raise Refused(400, "InvalidArgument", "yaml_spec is missing")
+    try:
+        form = yaml.safe_load(body["yaml_spec"])
+    except yaml.YAMLError as exc:
+        raise Refused(400, "InvalidYAML", str(exc)) from exc
+    return body["yaml_spec"], form, forms.run_problems(form)
+
+
+def _sync(call: Call) -> Any:
+    _, form, problems = _form(call.body)
+    rows = [{"attribute": path, "message": message} for path, message in problems]
+    return {"validated": not rows, "form": form, "form_errors": {"validation_errors": rows}}
+
+
+def _create(call: Call) -> Any:
+    text, form, problems = _form(call.body)
+    if problems:
+        raise Refused(400, "InvalidArgument", "; ".join(" ".join(row) for row in problems))
+    if call.world.credit_balance <= 0:
+        raise Refused(403, "InsufficientCredit", "the organization has no credit")
+    if form["resources"].get("preset") not in {row["name"] for row in call.world.presets}:
+        raise Refused(400, "InvalidArgument", "no such preset")
+    variables = {}
+    for name, row in form.get("env", {}).items():
+        value = row if isinstance(row, str) else row.get("value")
+        secret = None if isinstance(row, str) else row.get("secret")
+        if secret is not None and secret not in call.world.secrets:
+            raise Refused(400, "InvalidArgument", f'no such secret "{secret}"')
+        variables[name] = value if secret is None else call.world.secrets[secret][1]
+    number = max(call.world.runs, default=1000) + 1
+    folder = call.world.folder / f"run-{number}"
+    folder.mkdir(parents=True)
+    call.world.runs[number] = Container(number, text, form, folder, variables, call.world.pace)
+    return {"run_execution": _execution(call.world.runs[number])}
+
+
+def _execution(run: Container) -> dict[str, Any]:
+    return {
+        "id": run.id,
+        "immutable_slug": f"run-{run.id}",
+        "message": run.form.get("description", ""),
+        "status": run.status,
+        "status_reason": run.reason,
+        "tags": [{"id": index, "name": name} for index, name in enumerate(run.form.get("tags", []))],
+        "create_dt": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(run.created_at)),
+        "created_by": {"username": "ada"},
+        "endpoints": {"manually_defined_endpoints": run.endpoints()},
+        "run_spec": {
+            "title": run.form["name"],
+            "yaml_spec": run.yaml_spec,
+            "type": "batch",
+            "cluster": {"name": CLUSTER},
+            "spec": {"command": [{"command": run.command}]},
+        },
+    }
+
+
+def _list(call: Call) -> Any:
+    statuses = {word for text in call.query.get("statuses", []) for word in text.split(",")}
+    rows = sorted(call.world.runs.values(), key=lambda run: -run.id)
+    rows = [run for run in rows if not statuses or run.status in statuses]
+    first = int(call.query.get("offset", ["0"])[0])
+    page = rows[first : first + int(call.query.get("limit", ["50"])[0])]
+    return {"results": [_execution(run) for run in page], "page_info": {"total_count": len(rows)}}
+
+
+def _run(call: Call) -> Container:
+    run = call.world.runs.get(int(call.number))
+    if run is None:
+        raise Refused(404, "NotFound", f"no run {call.number}")
+    return run
+
+
+def _read(call: Call) -> Any:
+    return _execution(_run(call))
+
+
+def _logs(call: Call) -> Any:
+    since, most = float(call.query.get("log_start", ["0"])[0]), call.query.get("log_limit")
+    rows = _run(call).lines(since, int(most[0]) if most else None)
+    logs = [{"timestamp": at, "message": text, "stream": "stdout", "source": "run"} for at, text in rows]
+    return {"logs": list(reversed(logs))}  # the order is not promised
+
+
+def _terminate(call: Call) -> Any:
+    run = _run(call)
+    run.terminate()
+    return _execution(run)
+
+
+def _delete(call: Call) -> Any:
+    if not _run(call).has_ended:
+        raise Refused(400, "InvalidState", "terminate it first")
+    del call.world.runs[int(call.number)]
+    return {}
+
+
+_ORG = f"/api/v1/organizations/{ORGANIZATION}"
+_PRO = f"{_ORG}/projects/{PROJECT}"
+_CALLS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("GET", "/api/v1/accounts/me", _me),
+    ("GET", _ORG, _organization),
+    ("GET", f"{_ORG}/projects", _always({"results": [{"id": 3, "name": PROJECT}], "total": 1})),
+    ("GET", f"{_ORG}/clusters", _always({"clusters": [_CLUSTER_ROW]})),
+    ("GET", f"{_ORG}/clusters/11/resource_specs", _resource_specs),
+    ("GET", f"{_ORG}/secrets", _secrets),
+    ("POST", f"{_ORG}/secrets/generic_secret", _write_secret),
+    ("DELETE", rf"{_ORG}/secrets/by_id/(\d+)", _delete_secret),
+    ("POST", f"{_ORG}/run/spec/sync_yaml", _sync),
+    ("POST", f"{_PRO}/run/spec/create_from_yaml", _create),
+    ("GET", f"{_PRO}/run_executions", _list),
+    ("GET", rf"{_PRO}/run_executions/(\d+)", _read),
+    ("GET", rf"{_PRO}/run_executions/(\d+)/logs", _logs),
+    ("POST", rf"{_PRO}/run_executions/(\d+)/terminate", _terminate),
+    ("DELETE", rf"{_PRO}/run_executions/(\d+)", _delete),
+)
+
+
+def _answer(world: World, method: str, path: str, body: Any) -> Any:
+    parts = urlsplit(path)
+    query = parse_qs(parts.query)
+    for known, pattern, do in _CALLS:
+        match = re.fullmatch(pattern, parts.path)
+        if known == method and match is not None:
+            with world.lock:
+                return do(Call(world, body, query, *match.groups()))
+    raise Refused(404, "NotFound", f"there is no {method} {parts.path}")
+
+
+def _handler(world: World) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def _serve(self) -> None:
+            length = int(self.headers.get("content-length") or 0)
+            data = self.rfile.read(length)
+            line = f"{self.command} {self.path}"
+            world.calls.append(line)
+            fault = next((row for row in world.faults if row.n_times and re.search(row.pattern, line)), None)
+            try:
+                if self.headers.get("authorization") != f"Token {TOKEN}":
+                    raise Refused(401, "InvalidToken", "invalid access token")
+                if fault is not None and not fault.is_after:
+                    fault.n_times -= 1
+                    raise Refused(fault.status, fault.code, fault.message)
+                answer = _answer(world, self.command, self.path, json.loads(data) if data else None)
+                if fault is not None:
+                    fault.n_times -= 1
+                    raise Refused(fault.status, fault.code, fault.message)
+                self._send(200, answer)
+            except Refused as exc:
+                self._send(exc.status, {"code": exc.code, "message": str(exc)})
+
+        def _send(self, status: int, value: Any) -> None:
+            body = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_POST = do_DELETE = _serve
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Its `calls` are its log."""
+
+    return Handler

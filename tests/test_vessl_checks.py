@@ -1,0 +1,227 @@
+"""What keeps a deployment off VESSL, all together: in the file alone, and as the fake of its API answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import yaml
+from launching import call
+
+from penstock import targets
+from penstock.hardware import catalog
+from penstock.spec import reading
+from penstock.spec.blocks import Vessl
+from penstock.spec.deployment import Deployment
+from penstock.targets.vessl import api, checks
+from penstock.targets.vessl.api import Preset
+from penstock.testing.fake_vessl.containers import Container
+from penstock.testing.fake_vessl.server import CLUSTER, FakeVessl, Fault
+
+BLOCK = {"cluster": CLUSTER, "preset": "gpu-l4-small"}
+
+
+def file(**fields: Any) -> Deployment:
+    whole = {"name": "one", "model": "meta-llama/Llama-3.1-8B-Instruct", "target": "vessl", "vessl": BLOCK, **fields}
+    return reading.parse(yaml.safe_dump(whole))
+
+
+def of_file(**fields: Any) -> list[str]:
+    return [str(problem) for problem in checks.file_problems(file(**fields))]
+
+
+@pytest.fixture
+def vessl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVessl]:
+    monkeypatch.setattr(api, "_sleep", lambda _: None)
+    targets.load.cache_clear()
+    with FakeVessl(tmp_path / "vessl") as fake:
+        for name, value in fake.variables.items():
+            monkeypatch.setenv(name, value)
+        yield fake
+
+
+def of_vessl(**fields: Any) -> list[str]:
+    return [str(problem) for problem in targets.load("vessl").check(file(**fields))]
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def test_a_good_file_has_no_problems() -> None:
+    assert of_file() == []
+    assert file().gateway.auth == "keys", "the address is public"
+
+
+BAD = [
+    ({"hardware": {"nodes": 2}}, "hardware.nodes: 2 nodes, but a VESSL run is one container"),
+    ({"gateway": {"auth": "none"}}, "gateway.auth: none, but the address of a run is public"),
+    ({"gateway": {"port": 8888}}, "gateway.port: 8888 is no port that a run can publish"),
+    ({"gateway": {"port": 21}}, "the control port (gateway.port + 1): 22 is no port that a run can publish"),
+    ({"gateway": {"port": 7859}, "ui": True}, "ui.port: is the gateway's control port"),
+    ({"gateway": {"access_log": "/var/log/x"}}, "gateway.access_log: is a file of this machine"),
+    ({"engine": {"env": {"HF_TOKEN": "hf_abc"}}}, "engine.env.HF_TOKEN: its value would be in clear text in the run"),
+    ({"cache": {"weights": "pvc:models"}}, 'cache.weights: "pvc:models" is nothing that a run can have'),
+    ({"model": "/models/llama"}, 'model: "/models/llama" is a folder, and the container has none of this machine'),
+    ({"vessl": {**BLOCK, "product": "cloud"}}, "vessl.product: VESSL Cloud (workspaces, vesslctl) has other calls"),
+    ({"vessl": {"preset": "x"}}, "vessl.cluster: is missing"),
+    ({"vessl": {"cluster": "x"}}, "vessl.preset: is missing"),
+    ({"vessl": {**BLOCK, "code": "penstock.whl"}}, 'vessl.code: "penstock.whl" is no source'),
+    ({"vessl": {**BLOCK, "mounts": {"data": "volume://a/b"}}}, "vessl.mounts.data: is no absolute path"),
+    ({"vessl": {**BLOCK, "max_hours": 0}}, "vessl.max_hours: 0 is no time"),
+    ({"vessl": {**BLOCK, "secrets": {"PENSTOCK_SECRET": "x"}}}, "vessl.secrets.PENSTOCK_SECRET: penstock makes that"),
+    ({"vessl": {**BLOCK, "secrets": {"a-b": "x"}}}, "vessl.secrets.a-b: needs a variable and the name of a secret"),
+    (
+        {"vessl": {**BLOCK, "kind": "service"}, "replicas": {"min": 1, "max": 2}},
+        "gateway.store: no worker of a service would know the keys of the others",
+    ),
+    (
+        {"vessl": {**BLOCK, "kind": "service"}, "cache": {"weights": "vessl-artifact://a/b/c"}},
+        "cache.weights: a service exports nothing",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), BAD, ids=[words.partition(":")[0] for _, words in BAD])
+def test_a_problem_of_the_file_is_named_with_its_cure(fields: dict[str, Any], words: str) -> None:
+    (problem,) = checks.file_problems(file(**fields))
+    assert str(problem).startswith(words) and problem.hint
+
+
+def test_an_unknown_field_of_the_block_has_the_nearest_name() -> None:
+    with pytest.raises(Exception, match="cannot use") as caught:
+        file(vessl={**BLOCK, "presett": "x"})
+    assert 'vessl.presett: unknown key (did you mean "preset"?)' in str(getattr(caught.value, "detail", ""))
+
+
+# ---- VESSL -----------------------------------------------------------------------------------------------------------
+
+
+def test_all_problems_are_named_at_once(vessl: FakeVessl) -> None:
+    vessl.world.credit_balance = 0
+    found = of_vessl(
+        hardware={"nodes": 2},
+        vessl={**BLOCK, "preset": "gpu-l4-smal", "secrets": {"HF_TOKEN": "hub"}, "project": "serving"},
+        gateway={"auth": "none"},
+    )
+    assert found == [
+        "hardware.nodes: 2 nodes, but a VESSL run is one container (take a preset with more GPUs, and "
+        "hardware.nodes: 1)",
+        "gateway.auth: none, but the address of a run is public (remove it: keys is the default)",
+        'vessl.organization: "acme" has no credit left (0) (add credit at app.vessl.ai)',
+        'vessl.secrets.HF_TOKEN: there is no secret "hub" (there is no secret yet)',
+        'vessl.preset: there is no preset "gpu-l4-smal" (did you mean "gpu-l4-small"?)',
+    ]
+    assert vessl.world.runs == {} and vessl.world.secrets == {}, "nothing was changed"
+
+
+def test_a_deployment_that_fits_has_no_problems_and_gets_the_presets_machine(vessl: FakeVessl) -> None:
+    assert of_vessl() == []
+    (machine,) = targets.load("vessl").machines(file())
+    assert (machine.host, machine.n_cpus, machine.memory_bytes) == ("gpu-l4-small", 6, 42 * 2**30)
+    assert [gpu.name for gpu in machine.gpus] == ["NVIDIA L4"]
+    assert "credits an hour" in targets.load("vessl").warnings(file())[0]
+    assert any("POST /api/v1/organizations/acme/run/spec/sync_yaml" in line for line in vessl.world.calls)
+
+
+def test_words_of_the_servers_dry_check_are_shown(vessl: FakeVessl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.testing.fake_vessl.forms.run_problems", lambda _: [("image", "cannot be pulled")])
+    assert of_vessl() == ["vessl (image): cannot be pulled"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "fields", "words"),
+    [
+        ("gpu-l4-small-spot", {}, '"gpu-l4-small-spot" is of spot machines, and a reclaim ends the deployment'),
+        ("gpu-new", {}, 'penstock does not know the GPU "X9000" of preset "gpu-new"'),
+        ("gpu-l4-small", {"hardware": {"gpu": "h100-sxm"}}, '"h100-sxm", but preset "gpu-l4-small" has 1 x NVIDIA-L4'),
+        ("cpu-medium", {"hardware": {"gpu": "l4"}}, '"l4", but preset "cpu-medium" has no GPU'),
+    ],
+)
+def test_a_preset_must_be_what_the_file_says(vessl: FakeVessl, preset: str, fields: dict[str, Any], words: str) -> None:
+    (problem,) = targets.load("vessl").check(file(vessl={**BLOCK, "preset": preset}, **fields))
+    assert problem.message == words and problem.hint
+    if preset.endswith("spot"):
+        assert of_vessl(vessl={**BLOCK, "preset": preset, "spot": True}) == []
+
+
+def test_a_wrong_token_is_named_with_its_cure(vessl: FakeVessl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VESSL_ACCESS_TOKEN", "expired")
+    (problem,) = of_vessl()
+    assert problem.startswith("vessl: could not ask VESSL: the access token is refused (invalid access token)")
+    assert "vessl configure" in problem and "expired" not in problem
+
+
+def test_no_account_is_named_with_all_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets.load.cache_clear()
+    for name in ("VESSL_ACCESS_TOKEN", "VESSL_DEFAULT_ORGANIZATION", "VESSL_DEFAULT_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+    (problem,) = of_vessl()
+    assert problem.startswith("vessl: cannot call VESSL without an access token and an organization and a project")
+    assert targets.load("vessl").adopt("one") is None, "a machine without an account looks for nothing there"
+
+
+def test_the_configuration_of_vessls_cli_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config"
+    config.write_text('[user]\naccess_token = "t"\ndefault_organization = "acme"\ndefault_project = "p"\n', "utf-8")
+    monkeypatch.setenv("VESSL_CONFIG_PATH", str(config))
+    block = file(vessl={**BLOCK, "project": "other"}).vessl
+    assert block is not None
+    assert api.account(block) == api.Account(api.HOST, "t", "acme", "other")
+    monkeypatch.setenv("VESSL_API_HOST", "http://api.example.org")
+    with pytest.raises(Exception, match="it would go in clear text"):
+        api.account(block)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [
+        (403, "PermissionDenied", "this is not allowed (no quota left)"),
+        (404, "NotFound", "there is no such thing (no quota left)"),
+        (402, "PaymentRequired", "it answered 402 (no quota left)"),
+    ],
+)
+def test_a_refusal_of_vessl_is_shown_in_its_words(vessl: FakeVessl, status: int, code: str, words: str) -> None:
+    vessl.world.faults.append(Fault("GET .*/accounts/me", status, code, "no quota left", n_times=9))
+    (problem,) = targets.load("vessl").check(file())
+    assert problem.message == f"could not ask VESSL: {words}" and problem.hint
+
+
+def test_a_server_that_is_busy_is_asked_again(vessl: FakeVessl) -> None:
+    vessl.world.faults.append(Fault("GET .*/clusters", 503, "Unavailable", "restarting", n_times=2))
+    vessl.world.faults.append(Fault("GET .*/secrets", 429, "TooMany", "slow down", n_times=1))
+    assert of_vessl() == []
+
+
+def test_every_page_of_runs_is_read(vessl: FakeVessl, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = SimpleNamespace(has_ended=False, status="running", reason="", created_at=0.0, yaml_spec="", command="")
+    tags = {"name": "x", "tags": ["penstock-old"]}
+    for number in range(120):
+        run = SimpleNamespace(**vars(many), id=number, form=tags, endpoints=list)
+        vessl.world.runs[number] = cast(Container, run)
+    rows = api.Api(api.account(Vessl())).living()
+    assert [row.id for row in rows] == list(range(119, -1, -1))
+    vessl.world.runs.clear()
+
+
+def test_another_project_than_there_is_is_refused(vessl: FakeVessl) -> None:
+    assert 'vessl.project: there is no project "x" (there are: serving)' in of_vessl(vessl={**BLOCK, "project": "x"})
+
+
+def test_a_service_is_rendered_and_not_sent(vessl: FakeVessl, tmp_path: Path) -> None:
+    fields = {"name": "one", "model": "meta-llama/Llama-3.1-8B-Instruct", "target": "vessl"}
+    path = tmp_path / "file.yaml"
+    path.write_text(yaml.safe_dump(fields | {"vessl": {**BLOCK, "kind": "service"}}), "utf-8")
+    done = call("up", path)
+    assert done.code == 2 and "vessl service create -f service.yaml" in done.err
+    assert vessl.world.runs == {}
+
+
+def test_every_gpu_of_the_table_is_in_the_catalogue_and_sizes_are_read() -> None:
+    for name, card in checks._GPUS.items():
+        assert catalog.gpu(card).id == card and checks.card_of(Preset(gpu_type=name.lower())) == card
+    assert [checks.n_bytes(text) for text in ("42Gi", "16GB", "512Mi", "7", "lots")] == [
+        42 * 2**30, 16 * 10**9, 512 * 2**20, 7, 0,
+    ]  # fmt: skip

@@ -1,0 +1,71 @@
+"""VESSL's own SDK judges what penstock renders, and VESSL's own CLI drives the fake of its API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import vessl_judge
+import yaml
+from launching import wait_until
+
+from penstock.testing.fake_vessl import forms
+from penstock.testing.fake_vessl.server import FakeVessl
+
+pytestmark = pytest.mark.processes
+GOLDEN = Path(__file__).parent / "golden" / "vessl"
+WALK = Path(__file__).with_name("vessl_judge_forms.py")
+# Commands of VESSL's CLI one after the other: its imports take a second.
+SEVERAL = """
+import sys
+from vessl.cli._main import cli
+for words in sys.argv[1:]:
+    cli.main(words.split(), standalone_mode=False)
+"""
+
+
+@pytest.fixture
+def vessl(tmp_path: Path) -> Iterator[FakeVessl]:
+    with FakeVessl(tmp_path / "vessl") as fake:
+        yield fake
+
+
+def test_the_sdk_takes_every_golden_and_has_the_forms_of_the_table(tmp_path: Path) -> None:
+    goldens = sorted(GOLDEN.glob("*.yaml"))
+    text = (GOLDEN / "plain.yaml").read_text("utf-8")
+    wrong = {
+        "field": ("resources:", "resource:"),
+        "value": ("type: http", "type: https"),
+        "source": ("source: ", "by: "),
+    }
+    files = [*goldens, *(tmp_path / f"{name}.yaml" for name in wrong)]
+    for name, change in wrong.items():
+        (tmp_path / f"{name}.yaml").write_text(text.replace(*change), "utf-8")
+    answer = json.loads(vessl_judge.run("python", [str(WALK), *map(str, files)], tmp_path, {}).splitlines()[-1])
+    assert answer["forms"] == forms.table()
+    assert [answer["refusals"][file.name] for file in goldens] == [None] * 4
+    assert all(answer["refusals"][f"{name}.yaml"] for name in wrong), answer["refusals"]
+    for name, change in wrong.items():
+        assert forms.run_problems(yaml.safe_load(text.replace(*change))), f"the table refuses it too: {name}"
+
+
+def test_vessls_own_cli_lives_with_the_fake(vessl: FakeVessl, tmp_path: Path) -> None:
+    """A rendered run, whose command is replaced by one that ends: created, listed, read, its log, terminated."""
+    text = (GOLDEN / "plain.yaml").read_text("utf-8")
+    head, _, rest = text.partition("- command: |-\n")
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{head}- command: echo hello; exec sleep 60\nenv:\n{rest.partition('env:')[2]}", "utf-8")
+    vessl.world.secrets["penstock-llama8"] = (1, "a-token-of-the-fake")
+
+    def cli(*commands: str) -> str:
+        return vessl_judge.run("python", ["-c", SEVERAL, *commands], tmp_path, vessl.variables)
+
+    assert "/acme/runs/serving/1001" in cli(f"run create -f {file}")
+    run = vessl.world.runs[1001]
+    wait_until(lambda: run.status == "running" and bool(run.logs), "the run has printed")
+    out = cli("run list", "run read 1001", "run logs 1001", "run terminate 1001")
+    assert out.count("llama8") >= 2 and "running" in out and "] hello" in out
+    wait_until(lambda: run.status == "terminated", "it has ended")
+    assert run.processes() == []
