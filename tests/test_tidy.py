@@ -80,7 +80,7 @@ MAY_IMPORT_HEAVY = {
     for name in ("layout", "chat_tab", "completion_tab", "compare_tab", "elsewhere_tab", "settings_panel")
 }
 # Modules of the room that are no target: the ssh program, the verbs on a login node, ports that lead elsewhere.
-SHARED_BY_TARGETS = {"openssh", "login", "tunnel"}
+SHARED_BY_TARGETS = {"openssh", "login", "tunnel", "code_archive"}
 FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "base", "core", "types", "manager", "managers"}
 FORBIDDEN_CLASS = re.compile(r"^Abstract|Mixin$|Impl$|Manager$")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 600, 70, 8

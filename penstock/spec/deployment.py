@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.spec.blocks import Kubernetes, RayCluster, Slurm, Ssh
+from penstock.spec.blocks import Cloudera, Kubernetes, RayCluster, Slurm, Ssh
 from penstock.spec.gateway import GatewaySettings, Price
 
 TARGETS = ("local", "ssh", "ray", "slurm", "kubernetes", "cloudera", "vessl")
@@ -287,7 +287,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ray: RayCluster | None = None
     slurm: Slurm | None = None
     kubernetes: Kubernetes | None = None
-    cloudera: dict[str, Any] | None = None
+    cloudera: Cloudera | None = None
     vessl: dict[str, Any] | None = None
 
     @property
