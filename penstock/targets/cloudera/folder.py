@@ -103,6 +103,11 @@ def fetch(workbench: Workbench, run: Run) -> None:
         _write(run, run.fetched_events_file.name, workbench.download(_there(run.name, run.events_file.name)))
 
 
+def fetch_address(workbench: Workbench, run: Run) -> None:
+    """Where the gateway is, which a controller would tell too."""
+    _write(run, "gateway/address.json", workbench.download(_there(run.name, "gateway/address.json")))
+
+
 def _write(run: Run, file: str, content: bytes | None) -> bool:
     """Whether it is new."""
     path = run.path / file

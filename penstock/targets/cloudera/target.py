@@ -102,6 +102,9 @@ class ClouderaAi(Target):
             unknown = Placement("placed", exc.message)
             return {unit: msgspec.structs.replace(before.get(unit, unknown), reason=exc.message) for unit in units}
         self._last[str(run.path)] = (now, placements)
+        runs = any(unit.kind == "gateway" and place.state == "placed" for unit, place in placements.items())
+        if runs and not session.is_inside(run) and not run.gateway_address_file.exists():
+            folder.fetch_address(self._workbench_of(run), run)
         return placements
 
     def logs(self, run: Run, unit: Unit, follow: bool, last: int | None = None) -> Iterator[str]:

@@ -1,0 +1,62 @@
+"""Target cloudera against the fake workbench, with applications and jobs as processes in namespaces of their own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cloudera_rig import a_workbench, file_for, fresh_targets, left, on_this_network, up
+from hosts import Hosts
+from hosts_fixtures import require_hosts
+from launching import PROMPT, Place, a_place, call, now, wait_ready, wait_until
+
+from penstock import targets
+from penstock.testing.conformance import check_target
+from penstock.testing.fake_engine.requests import expected_text
+from penstock.testing.fake_workbench.server import Workbench
+
+pytestmark = [pytest.mark.hosts, pytest.mark.xdist_group("cloudera")]
+START_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def pod_hosts() -> Iterator[Hosts]:
+    require_hosts()
+    with Hosts(4) as made:
+        yield made
+
+
+@pytest.fixture
+def workbench(pod_hosts: Hosts) -> Iterator[Workbench]:
+    with a_workbench(pod_hosts) as made:
+        yield made
+
+
+@pytest.fixture
+def place(tmp_path: Path, workbench: Workbench, pod_hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setenv("CDSW_APIV2_KEY", workbench.key)
+    forget = fresh_targets()
+    with (
+        on_this_network(pod_hosts.own_address, tmp_path, monkeypatch),
+        a_place(tmp_path, deadline_s=150.0) as place,
+    ):
+        yield place
+    forget()
+    wait_until(lambda: left(workbench) == [], f"nothing of ours is left: {left(workbench)}", 30.0)
+
+
+def test_cloudera_keeps_the_contract_of_targets(place: Place, workbench: Workbench) -> None:
+    run, launch = place.written(file_for(place, workbench))
+    check_target(targets.load("cloudera"), run, launch, sys.executable, lambda: left(workbench), START_S)
+
+
+def test_a_deployment_lives_in_the_project(place: Place, workbench: Workbench) -> None:
+    run, key = up(place, workbench, replicas=2)
+    wait_ready(run, 2)
+    done = call("chat", "one", "-m", PROMPT, "--max-tokens", 8)
+    assert expected_text(PROMPT, 8) in done.out, done
+    assert call("down", "one").code == 0
+    assert now(run).phase == "down"
+    assert key
