@@ -21,7 +21,7 @@ from penstock.hardware import network
 from penstock.paths import write_atomically
 from penstock.processes import Backoff
 from penstock.run_folder import Run, order, unit_of
-from penstock.targets.cloudera import names
+from penstock.targets.cloudera import inside, names
 from penstock.targets.cloudera.api import application_url
 from penstock.targets.cloudera.session import workbench_url
 from penstock.wire.announcement import GatewayAddress
@@ -90,6 +90,7 @@ def serve_gateway(run: Run, port: int, host: str) -> None:
             is_noted = True
         if is_noted and newest["controller"] is not None:  # it reads the gateway's settings
             controller.keep_up(now)
+        inside.answer_all(run)
         time.sleep(_LOOK_S)
     controller.end(_EXIT_S)
     gateway.end(run.deployment().gateway.drain_s + _EXIT_S)
