@@ -60,3 +60,36 @@ def test_a_deployment_lives_in_the_project(place: Place, workbench: Workbench) -
     assert call("down", "one").code == 0
     assert now(run).phase == "down"
     assert key
+
+
+def test_verbs_work_from_another_machine(
+    place: Place,
+    workbench: Workbench,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run, _ = up(place, workbench)
+    wait_ready(run)
+    assert "penstock: ready after" in call("logs", "one", "--replica", "0").out
+    file = file_for(place, workbench)
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "other"))
+    forget = fresh_targets()
+    done = call("up", file, "--json")
+    assert done.code == 0 and done.events[0]["was_running"], done
+    assert call("scale", "one", 2).code == 0
+    wait_ready(place.run(), 2)
+    assert call("scale", "one", 1).code == 0
+    wait_ready(place.run(), 1)
+    assert call("keys", "list", "--deployment", "one").code == 0
+    assert "first" in capfd.readouterr().out
+    done = call("status", "one")
+    assert "ready" in done.out, done
+    assert "replica 1 drained and ended" in call("events", "one").out
+    runs = [r.status for r in workbench.workloads.runs.values()]
+    assert sorted(runs) == ["RUNNING", "SUCCEEDED"], "the second replica left by word"
+    assert call("down", "one").code == 0
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
+    forget()
+    here = left(workbench)
+    assert now(run).phase == "down", here

@@ -88,7 +88,7 @@ def fetch(workbench: Workbench, run: Run) -> None:
     state = workbench.download(_there(run.name, _STATE))
     desired = workbench.download(_there(run.name, _DESIRED))
     if desired is None:
-        if not is_locked(run) and run.state() is not None:
+        if not is_locked(run) and run.handle().units:
             run.write_desired(Desired("down", 0))
             run.write_state(State(time.time(), "down", 0, reason="another machine took it down"))
         return
