@@ -1,7 +1,7 @@
 """The fake workbench with pods in namespaces: each pod is a host of hosts.py, with the project's files as /home/cdsw.
 
-    def test_x(place: Place, workbench: Workbench) -> None:
-        run = up(place)
+def test_x(place: Place, workbench: Workbench) -> None:
+    run = up(place)
 """
 
 from __future__ import annotations

@@ -144,7 +144,9 @@ def test_the_code_is_sent_once_for_each_version(there: fake.Workbench) -> None:
     assert "penstock/node/__main__.py" in zipfile.ZipFile(io.BytesIO(data)).namelist()
 
 
-def test_a_workbench_with_a_certificate_of_its_own_needs_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workbench_with_a_certificate_of_its_own_needs_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "1", "-nodes"]
     pair = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
     argv = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", *words, *pair]
@@ -199,7 +201,7 @@ def test_the_fake_is_as_strict_as_its_description(there: fake.Workbench) -> None
         workbench._ask("POST", JOBS, body_of_job(environment_variables={}))
     with pytest.raises(HttpError, match="Not Found"):
         workbench._ask("GET", "/nowhere")
-    with pytest.raises(HttpError, match="script a.py does not exist"):
+    with pytest.raises(HttpError, match=r"script a\.py does not exist"):
         workbench.create_job(body_of_job())
     (there.pods.folder / "a.py").touch()
     job = workbench.create_job(body_of_job(environment={"A": "b"}))
@@ -234,7 +236,8 @@ def test_all_that_is_wrong_in_the_workbench_is_said_at_once(there: fake.Workbenc
         'cloudera.gpu_type: GPUs of label "NVIDIA-L4" are not available in the workbench now',
         "hardware.gpus_per_node: 2, but a workload gets at most 1 of NVIDIA-L4 (gpus_per_node: 1, and more nodes)",
         "hardware.nodes: needs 6 GPUs of NVIDIA-L4, the workbench has 4",
-        "hardware.nodes: needs 6 GPUs of NVIDIA-L4, your quota is 1 (ask an administrator: Site Administration > Quotas)",
+        "hardware.nodes: needs 6 GPUs of NVIDIA-L4, your quota is 1 "
+        "(ask an administrator: Site Administration > Quotas)",
         f'cloudera.runtime: "{fake.RUNTIME.replace("3.11", "3.10")}" has Python 3.10 (one with Python 3.11 or later)',
         "cloudera.shared_memory_mb: the project's pods have 64 MB of /dev/shm, and several GPUs of a pod need 2048 MB "
         "(set it to 2048, and `up` raises the project's limit, or do so under Project Settings > Advanced)",
@@ -242,7 +245,9 @@ def test_all_that_is_wrong_in_the_workbench_is_said_at_once(there: fake.Workbenc
     ]
 
 
-def test_a_label_a_runtime_and_a_project_that_are_not_there_are_named_with_those_that_are(there: fake.Workbench) -> None:
+def test_a_label_a_runtime_and_a_project_that_are_not_there_are_named_with_those_that_are(
+    there: fake.Workbench,
+) -> None:
     there.labels = [L4]
     text = shown(problems(there, {"gpu_type": "NVIDIA-L40", "runtime": "own:1"}))
     assert 'has no GPU label "NVIDIA-L40" (did you mean "NVIDIA-L4"?)' in text

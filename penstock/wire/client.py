@@ -40,9 +40,7 @@ Message = Mapping[str, object]  # {"role": "user", "content": "..."}, as OpenAI'
 Stream = Generator[Chunk | Reply, None, None]  # chunks, then one reply
 
 
-def tls_context(
-    is_insecure: bool = False, pinned: str | None = None, ca_file: str | None = None
-) -> ssl.SSLContext:
+def tls_context(is_insecure: bool = False, pinned: str | None = None, ca_file: str | None = None) -> ssl.SSLContext:
     """Certificates as OpenSSL finds them (`SSL_CERT_FILE`), or none checked.
 
     `pinned`: the server must have the first certificate of that PEM file, whatever name it is reached by. `ca_file`:

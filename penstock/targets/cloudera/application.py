@@ -78,7 +78,9 @@ def serve_gateway(run: Run, port: int, host: str) -> None:
     words += ["--listen", f"127.0.0.1:{port}", "--admin", f"{host}:{names.GATEWAY_ADMIN_PORT}"]
     gateway = Child(run, "gateway", words)
     controller = Child(
-        run, "controller", ["-m", "penstock.deployment.controller", str(run.path), "--unit", newest["controller"] or "0"]
+        run,
+        "controller",
+        ["-m", "penstock.deployment.controller", str(run.path), "--unit", newest["controller"] or "0"],
     )
     is_noted = False
     while run.desired().state == "up":

@@ -51,9 +51,7 @@ class Judge(msgspec.Struct, frozen=True):
 
     def sent(self, method: str, path: str, body: Mapping[str, object]) -> dict[str, object]:
         """The body without what this version lacks and nothing depends on.  Raises PenstockError for the rest."""
-        kept = {
-            name: value for name, value in body.items() if name not in LEFT_OUT or self.takes(method, path, name)
-        }
+        kept = {name: value for name, value in body.items() if name not in LEFT_OUT or self.takes(method, path, name)}
         problems = self.problems(method, path, kept)
         if problems:
             raise PenstockError(

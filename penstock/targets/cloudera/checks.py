@@ -39,7 +39,9 @@ def _file_problems(deployment: Deployment) -> Iterator[Problem]:
     if block.workbench is not None:
         parts = urlsplit(block.workbench)
         if parts.scheme not in ("https", "http") or not parts.hostname or parts.path.strip("/"):
-            yield Problem("cloudera.workbench", f'"{block.workbench}" is no URL of a workbench', "https://HOST, no path")
+            yield Problem(
+                "cloudera.workbench", f'"{block.workbench}" is no URL of a workbench', "https://HOST, no path"
+            )
     if block.project is None and not session.is_in_pod():
         yield Problem("cloudera.project", "is not set", "the name of a project in which you may run jobs")
     if block.public and deployment.gateway.auth == "none":
@@ -248,9 +250,9 @@ def _bodies(workbench: Workbench, deployment: Deployment) -> Iterator[Problem]:
         for field in ("script", "cpu", "memory", "runtime_identifier", "environment"):
             if not judge.takes("POST", path, field):
                 yield Problem("target", f"this version of the workbench takes no {field} in POST {path}")
-    if _wants_gpus(deployment) and not judge.takes("POST", f"{project}/jobs", "accelerator_label_id"):
-        if block_of(deployment).gpu_type is not None:
-            yield Problem("cloudera.gpu_type", "this version of the workbench knows no GPU labels", "remove it")
+    knows_labels = judge.takes("POST", f"{project}/jobs", "accelerator_label_id")
+    if block_of(deployment).gpu_type is not None and not knows_labels:
+        yield Problem("cloudera.gpu_type", "this version of the workbench knows no GPU labels", "remove it")
 
 
 def _rights(workbench: Workbench, deployment: Deployment) -> Iterator[Problem]:
@@ -260,7 +262,9 @@ def _rights(workbench: Workbench, deployment: Deployment) -> Iterator[Problem]:
     for row in workbench.applications():
         is_ours = names.is_of(str(row.get("name")), deployment.name)
         if row.get("subdomain") == domain and not is_ours and words.life(row) != "gone":
-            yield Problem("name", f'the application "{row.get("name")}" has the subdomain {domain}', "give another name")
+            yield Problem(
+                "name", f'the application "{row.get("name")}" has the subdomain {domain}', "give another name"
+            )
 
 
 def _number(value: object) -> int:

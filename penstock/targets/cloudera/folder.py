@@ -24,7 +24,15 @@ _FETCH_EVERY_S = 1.5
 _STATE, _DESIRED = "state.json", "desired.json"
 # Of the controller; state.json is asked first, and the others only with a new one.
 _WITH_STATE = ("handle.json", "gateway/address.json", "gateway.json")
-_SENT = ("run.json", "spec.yaml", "plan.json", "artifact.json", _DESIRED, "secrets/admin-token", "secrets/first-key-hash")
+_SENT = (
+    "run.json",
+    "spec.yaml",
+    "plan.json",
+    "artifact.json",
+    _DESIRED,
+    "secrets/admin-token",
+    "secrets/first-key-hash",
+)
 _MOST_DEPTH = 6
 
 

@@ -53,8 +53,13 @@ def _run(run: Run, words: tuple[str, ...]) -> Answer:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "penstock", *words],
-            env=_environment(run), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_RUN_S, check=False,
-        )  # fmt: skip
+            env=_environment(run),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_RUN_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return Answer(1, "", f"penstock: no answer within {_RUN_S:.0f} s\n")
     return Answer(done.returncode, done.stdout, done.stderr)

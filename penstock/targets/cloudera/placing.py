@@ -33,7 +33,9 @@ def place(workbench: Workbench, run: Run, units: Collection[Unit]) -> Handle:
             folder.send(workbench, run)
     problems: list[PenstockError] = []
     _place_services(workbench, run, units, entries, is_inside)
-    leaving = {key: entries.pop(key) for key in list(entries) if key.startswith("replica/") and unit_of(key) not in units}
+    leaving = {
+        key: entries.pop(key) for key in list(entries) if key.startswith("replica/") and unit_of(key) not in units
+    }
     _end_replicas(workbench, run, leaving, is_inside)
     wanted = [unit for unit in sorted(units, key=order) if unit.kind == "replica"]
     jobs: dict[str, Object] | None = None
@@ -56,9 +58,7 @@ def place(workbench: Workbench, run: Run, units: Collection[Unit]) -> Handle:
 # ---- applications ----------------------------------------------------------------------------------------------------
 
 
-def _place_services(
-    workbench: Workbench, run: Run, units: Collection[Unit], entries: Entries, is_inside: bool
-) -> None:
+def _place_services(workbench: Workbench, run: Run, units: Collection[Unit], entries: Entries, is_inside: bool) -> None:
     """Gateway and controller are one application. Its own program brings back what dies in it."""
     for kinds, part in ((("gateway", "controller"), "gateway"), (("ui",), "ui")):
         wanted = {unit for unit in units if unit.kind in kinds}
@@ -115,7 +115,9 @@ def _start_application(workbench: Workbench, run: Run, part: str, row: Object | 
     file = names.APPLICATION if part == "gateway" else names.PAGE
     body = workloads.instance(run.artifact().files[file], "", 0)
     domain = names.subdomain(run.name, "" if part == "gateway" else part)
-    return workbench.create_application({"name": names.workload(run.name, run.record().id, part), "subdomain": domain, **body})
+    return workbench.create_application(
+        {"name": names.workload(run.name, run.record().id, part), "subdomain": domain, **body}
+    )
 
 
 def _end_hung(run: Run, units: Collection[Unit]) -> None:
@@ -161,7 +163,9 @@ def _start_replica(
     try:
         for rank in ranks:
             title = names.workload(run.name, launch, names.node_part(unit.name, rank))
-            job = jobs.get(title) or workbench.create_job({"name": title, **workloads.instance(template, unit.name, rank)})
+            job = jobs.get(title) or workbench.create_job(
+                {"name": title, **workloads.instance(template, unit.name, rank)}
+            )
             active = words.newest(workbench.runs(str(job["id"]))) if title in jobs else None
             row = active if active is not None and words.life(active) != "gone" else workbench.run_job(str(job["id"]))
             pairs[rank] = [str(job["id"]), str(row["id"])]
@@ -204,7 +208,9 @@ def end_jobs(workbench: Workbench, pairs: Sequence[tuple[str, str]]) -> None:
 def _sweep_jobs(workbench: Workbench, run: Run, entries: Entries) -> None:
     """End jobs of the deployment that no entry names: of an earlier launch, or of a controller that was killed."""
     kept = {str(job) for entry in entries.values() for job, _ in entry.get("jobs", ())}
-    rows = [row for row in workbench.jobs() if names.is_of(str(row.get("name")), run.name) and str(row["id"]) not in kept]
+    rows = [
+        row for row in workbench.jobs() if names.is_of(str(row.get("name")), run.name) and str(row["id"]) not in kept
+    ]
     end_jobs(workbench, runs_of(workbench, rows))
 
 

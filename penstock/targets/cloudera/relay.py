@@ -1,7 +1,7 @@
 """A port of this machine that leads to an application: `python -m penstock.targets.cloudera.relay RUN PORT [ui]`.
 
-An application asks for a login of the workbench by the header in which clients of OpenAI's API send their key. The relay
-moves the client's key into x-api-key, which the gateway reads too, and adds the workbench's own.
+An application asks for a login of the workbench by the header in which clients of OpenAI's API send their key. The
+relay moves the client's key into x-api-key, which the gateway reads too, and adds the workbench's own.
 """
 
 from __future__ import annotations

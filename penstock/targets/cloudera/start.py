@@ -39,7 +39,7 @@ def python():
     """The interpreter with the engine: the file's, or that of an environment which the application makes once."""
     if FACTS["python"]:
         return FACTS["python"]
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - a runtime may have any
         raise SystemExit(f"the runtime has Python {sys.version.split()[0]}, and penstock needs 3.11")
     ready, failed = VENV / "ready", VENV / "failed"
     if UNIT == "gateway" and not ready.exists():

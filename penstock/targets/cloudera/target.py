@@ -149,9 +149,7 @@ class ClouderaAi(Target):
 
     def leftovers(self) -> list[Left]:
         return [
-            left
-            for block, place in self._places(None)
-            for left in ending.without_folder(self._connected(block), place)
+            left for block, place in self._places(None) for left in ending.without_folder(self._connected(block), place)
         ]
 
     def tunnel(self, run: Run, port: int, kind: Kind = "gateway") -> AbstractContextManager[Tunnel]:

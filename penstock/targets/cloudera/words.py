@@ -102,8 +102,10 @@ def why_gone(node: NodeRun) -> str:
     was_cut = node.note.began_at is not None and node.note.ended_at is None
     if (node.failure and any(text in node.failure.lower() for text in _OOM)) or (was_cut and not node.failure):
         size = f" than {node.memory_gb:g} GB" if node.memory_gb is not None else ""
-        words = f"failed: its pod needed more memory{size}" if node.failure else (
-            f"failed without a word: most often its pod needed more memory{size}"
+        words = (
+            f"failed: its pod needed more memory{size}"
+            if node.failure
+            else (f"failed without a word: most often its pod needed more memory{size}")
         )
         return f"{words}; raise cloudera.memory_gb{f' ({node.failure})' if node.failure else ''}"
     if node.failure:

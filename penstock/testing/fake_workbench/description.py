@@ -21,9 +21,15 @@ _RETRIES = {
 _TYPES: dict[str, dict[str, str]] = {
     "CreateApplicationRequest": {**_WORKLOAD, "subdomain": "text", "bypass_authentication": "bool", "cdv_app": "bool"},
     "CreateJobRequest": {
-        **_WORKLOAD, "arguments": "text", "timeout": "id64", "kill_on_timeout": "bool", "schedule": "text",
-        "timezone": "text", "paused": "bool", "parent_id": "text",
-    },  # fmt: skip
+        **_WORKLOAD,
+        "arguments": "text",
+        "timeout": "id64",
+        "kill_on_timeout": "bool",
+        "schedule": "text",
+        "timezone": "text",
+        "paused": "bool",
+        "parent_id": "text",
+    },
     "CreateJobRunRequest": {"project_id": "text", "job_id": "text", "environment": "map", "arguments": "text"},
     "UpdateProjectRequest": {"name": "text", "description": "text", "shared_memory_limit": "int32"},
     "Nothing": {},
@@ -68,7 +74,11 @@ def types(vintage: Vintage) -> dict[str, dict[str, str]]:
     if vintage == "on-prem":
         return _TYPES
     jobs = {**_TYPES["CreateJobRequest"], **_OF_CLOUD, **_RETRIES}
-    return {**_TYPES, "CreateJobRequest": jobs, "CreateApplicationRequest": {**_TYPES["CreateApplicationRequest"], **_OF_CLOUD}}
+    return {
+        **_TYPES,
+        "CreateJobRequest": jobs,
+        "CreateApplicationRequest": {**_TYPES["CreateApplicationRequest"], **_OF_CLOUD},
+    }
 
 
 def calls(vintage: Vintage) -> dict[str, str | None]:
@@ -87,7 +97,12 @@ def swagger(vintage: Vintage) -> dict[str, Any]:
         name: {"type": "object", "properties": {field: _OPENAPI[kind] for field, kind in fields.items()}}
         for name, fields in types(vintage).items()
     }
-    return {"swagger": "2.0", "info": {"title": "API v2", "version": vintage}, "paths": paths, "definitions": definitions}
+    return {
+        "swagger": "2.0",
+        "info": {"title": "API v2", "version": vintage},
+        "paths": paths,
+        "definitions": definitions,
+    }
 
 
 def problems(vintage: Vintage, body: str, value: object) -> Iterator[str]:

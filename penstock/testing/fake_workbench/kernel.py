@@ -17,7 +17,7 @@ async def run(script: str) -> int:
         exec(code, {"__name__": "__main__"})
     except SystemExit as exc:
         print(f"An exception has occurred, use %tb to see the full traceback.\n\nSystemExit: {exc}", file=sys.stderr)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever a script raises
         traceback.print_exc()
         return 1
     return 0

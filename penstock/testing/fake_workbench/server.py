@@ -1,7 +1,7 @@
 """The workbench's HTTP: the API v2 below /api/v2, and applications by their host names.
 
-    with Workbench(pods) as workbench:
-        workbench.url, workbench.key
+with Workbench(pods) as workbench:
+    workbench.url, workbench.key
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _PAGE = 2
 _PIECE = 65536
 
 
-def runtime(image: str, kernel: str, edition: str, status: str = "ENABLED", version: str = "2026.04.2-b16") -> dict[str, Any]:
+def runtime(
+    image: str, kernel: str, edition: str, status: str = "ENABLED", version: str = "2026.04.2-b16"
+) -> dict[str, Any]:
     facts = {"image_identifier": image, "editor": "PBJ Workbench", "kernel": kernel, "edition": edition}
     return {**facts, "full_version": version, "status": status}
 
@@ -108,7 +110,9 @@ class Workbench:
         status, answer = self._answer(handler, data)
         body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         handler.send_response(status)
-        handler.send_header("content-type", "application/octet-stream" if isinstance(answer, bytes) else "application/json")
+        handler.send_header(
+            "content-type", "application/octet-stream" if isinstance(answer, bytes) else "application/json"
+        )
         handler.send_header("content-length", str(len(body)))
         handler.end_headers()
         handler.wfile.write(body)
@@ -282,7 +286,11 @@ class Workbench:
                 return _refusal(404, "file not found")
             return 200, file.read_bytes()
         if not path:
-            return self._upload(handler, folder, data) if handler.command == self.upload else _refusal(405, "no such method")
+            return (
+                self._upload(handler, folder, data)
+                if handler.command == self.upload
+                else _refusal(405, "no such method")
+            )
         place = (folder / path).resolve()
         if not place.is_relative_to(folder) or not place.exists():
             return _refusal(404, "file not found")
