@@ -138,7 +138,7 @@ def test_files_go_up_by_either_method_and_come_down_whole(there: fake.Workbench,
 def test_the_code_is_sent_once_for_each_version(there: fake.Workbench) -> None:
     workbench = connected(there)
     for _ in range(2):
-        folder.send_code(workbench)
+        folder.send_code(workbench, code_archive())
     assert there.calls.count(f"PUT /api/v2/projects/{fake.PROJECT_ID}/files") == 1
     data = (there.pods.folder / ".penstock" / "code" / f"{code_archive().hash}.zip").read_bytes()
     assert "penstock/node/__main__.py" in zipfile.ZipFile(io.BytesIO(data)).namelist()

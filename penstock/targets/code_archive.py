@@ -16,7 +16,8 @@ import msgspec
 import penstock
 
 _PACKAGE = Path(penstock.__file__).resolve().parent
-_LEFT_OUT = {"__pycache__", "demo_model"}  # the demo model's weights are 6 MB
+_MODEL = "demo_model"
+_LEFT_OUT = {"__pycache__", _MODEL}
 _SUFFIXES_LEFT_OUT = (".pyc", ".so")
 _EARLIEST = (1980, 1, 1, 0, 0, 0)  # that a zip can hold
 
@@ -29,9 +30,16 @@ class CodeArchive(msgspec.Struct, frozen=True):
 
 
 @functools.cache
-def code_archive() -> CodeArchive:
-    """The package as it is installed here, without compiled files and the demo model; the same bytes each time."""
-    files = [(path.relative_to(_PACKAGE.parent).as_posix(), path.read_bytes()) for path in _paths()]
+def code_archive(with_model: bool = False) -> CodeArchive:
+    """The package as it is installed here, without compiled files; the same bytes each time. `with_model`: with the
+    bundled model's weights, 6 MB."""
+    left_out = _LEFT_OUT - ({_MODEL} if with_model else set())
+    paths = [path for path in sorted(_PACKAGE.rglob("*")) if path.is_file() and not left_out & {*path.parts}]
+    files = [
+        (path.relative_to(_PACKAGE.parent).as_posix(), path.read_bytes())
+        for path in paths
+        if path.suffix not in _SUFFIXES_LEFT_OUT
+    ]
     digest = hashlib.sha256()
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as whole:
@@ -41,11 +49,3 @@ def code_archive() -> CodeArchive:
             entry.external_attr = 0o644 << 16
             whole.writestr(entry, data)
     return CodeArchive(digest.hexdigest()[:10], stream.getvalue())
-
-
-def _paths() -> list[Path]:
-    return [
-        path
-        for path in sorted(_PACKAGE.rglob("*"))
-        if path.is_file() and not _LEFT_OUT & {*path.parts} and path.suffix not in _SUFFIXES_LEFT_OUT
-    ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -202,12 +202,11 @@ class Workbench:
         answer = self._again(lambda: self._client.send(method, path, data))
         return _decoded(answer, f"{method} {self.url}{path}")
 
-    def _again(self, call: Any) -> bytes:
+    def _again(self, call: Callable[[], bytes]) -> bytes:
         """The answer of a call, tried again while the workbench is busy. A call that was not taken did nothing."""
         for n_left in range(_TRIES - 1, -1, -1):
             try:
-                data: bytes = call()
-                return data
+                return call()
             except HttpError as exc:
                 if exc.status == 401:
                     raise UserError(
@@ -238,7 +237,7 @@ def _decoded(answer: bytes, source: str) -> Any:
         raise PenstockError(f"cannot read {source}: not JSON", detail=shown, hint=hint) from exc
 
 
-def _if_there(call: Any) -> Any:
+def _if_there(call: Callable[[], T]) -> T | None:
     try:
         return call()
     except HttpError as exc:

@@ -30,7 +30,7 @@ class Judge(msgspec.Struct, frozen=True):
         calls = {}
         for path, methods in document["paths"].items():
             for method, call in methods.items():
-                body = next((row for row in call.get("parameters", ()) if row.get("in") == "body"), {})
+                body: Any = next((row for row in call.get("parameters", ()) if row.get("in") == "body"), {})
                 calls[f"{method.upper()} {_plain(path)}"] = body.get("schema")
         return Judge(calls, dict(document.get("definitions", {})))
 

@@ -17,7 +17,8 @@ from penstock.paths import write_atomically
 from penstock.run_folder import Desired, Run, State, is_locked
 from penstock.targets.cloudera import names
 from penstock.targets.cloudera.api import Object, Workbench
-from penstock.targets.code_archive import code_archive
+from penstock.targets.cloudera.workloads import code_of
+from penstock.targets.code_archive import CodeArchive
 from penstock.text import MIB
 
 _FETCH_EVERY_S = 1.5
@@ -68,7 +69,7 @@ def _there(run_name: str, file: str = "") -> str:
 
 def send(workbench: Workbench, run: Run) -> None:
     """Bring the run folder and penstock's code into the project."""
-    send_code(workbench)
+    send_code(workbench, code_of(run.deployment()))
     for file in _SENT:
         if (run.path / file).exists():
             workbench.upload(_there(run.name, file), (run.path / file).read_bytes())
@@ -79,12 +80,12 @@ def send(workbench: Workbench, run: Run) -> None:
     (run.path / "logs").mkdir(exist_ok=True)
 
 
-def send_code(workbench: Workbench) -> None:
+def send_code(workbench: Workbench, code: CodeArchive) -> None:
     """penstock's code, unless this version is there: 2 MB."""
-    path = names.in_project(f"{names.HOME}/code/{code_archive().hash}.zip")
+    path = names.in_project(f"{names.HOME}/code/{code.hash}.zip")
     present = {str(row.get("path", "")).rpartition("/")[2] for row in workbench.files(path.rpartition("/")[0])}
     if path.rpartition("/")[2] not in present:
-        workbench.upload(path, code_archive().data)
+        workbench.upload(path, code.data)
 
 
 def send_file(workbench: Workbench, run: Run, file: str) -> None:

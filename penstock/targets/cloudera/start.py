@@ -1,6 +1,8 @@
 """The script of all pods of a deployment. The workbench runs it inside a Python kernel: standard library only, no
 `__file__`, and an event loop already runs, so all it does is to start a process and to wait for it."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess
@@ -8,22 +10,23 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from typing import Any
 
-FACTS: dict = {}
+FACTS: dict[str, Any] = {}
 
 UNIT = os.environ["PENSTOCK_UNIT"]  # "gateway", "ui", "r0-n1"
 RUN, CODE, VENV = Path(FACTS["run"]), Path(FACTS["code"]), Path(FACTS["venv"])
 LOOK_S, INSTALL_S, SILENT_S = 1.0, 3600.0, 120.0
 
 
-def say(words):
+def say(words: str) -> None:
     """To the console of the workbench, and to the log that penstock reads."""
     print(f"penstock: {words}", flush=True)
     with (RUN / "logs" / f"{LOG}.log").open("a") as stream:
         stream.write(f"penstock: {words}\n")
 
 
-def unpack():
+def unpack() -> None:
     """penstock's code, once for all pods: whoever is first renames it into its place."""
     if not CODE.exists():
         new = CODE.with_name(f"{CODE.name}.{UNIT}.{os.getpid()}.new")
@@ -35,10 +38,10 @@ def unpack():
             subprocess.run(["rm", "-rf", str(new)], check=False)
 
 
-def python():
+def python() -> str:
     """The interpreter with the engine: the file's, or that of an environment which the application makes once."""
     if FACTS["python"]:
-        return FACTS["python"]
+        return str(FACTS["python"])
     if sys.version_info < (3, 11):  # noqa: UP036 - a runtime may have any
         raise SystemExit(f"the runtime has Python {sys.version.split()[0]}, and penstock needs 3.11")
     ready, failed = VENV / "ready", VENV / "failed"
@@ -53,7 +56,7 @@ def python():
     return str(VENV / "bin" / "python")
 
 
-def install(ready, failed):
+def install(ready: Path, failed: Path) -> None:
     """Make the environment, and answer the workbench's poller while pip works: it may take ten minutes."""
     say(f"installs {', '.join(FACTS['requirements'])}")
     VENV.mkdir(parents=True, exist_ok=True)
@@ -75,7 +78,7 @@ def install(ready, failed):
             poller.wait()
 
 
-def waiting_page():
+def waiting_page() -> Path:
     """A folder with the file "health"."""
     folder = VENV / "waiting"
     folder.mkdir(exist_ok=True)
@@ -83,7 +86,7 @@ def waiting_page():
     return folder
 
 
-def argv_of(interpreter):
+def argv_of(interpreter: str) -> list[str]:
     words = [interpreter, "-m"]
     if UNIT in ("gateway", "ui"):
         return [*words, "penstock.targets.cloudera.application", str(RUN), UNIT]
@@ -92,7 +95,7 @@ def argv_of(interpreter):
     return [*words, "penstock.node", launch, "--replica", replica, "--rank", rank, "--kill-after", "3600"]
 
 
-def note(**facts):
+def note(**facts: object) -> None:
     """What penstock cannot learn from the API: the pod's address, when its time is over, how it ended."""
     path = RUN / "pods" / f"{UNIT}.json"
     path.parent.mkdir(exist_ok=True)
@@ -101,14 +104,18 @@ def note(**facts):
     new.rename(path)
 
 
-def main():
+def main() -> None:
     for folder in ("logs", "gateway", "secrets"):
         (RUN / folder).mkdir(exist_ok=True)
     for path in (RUN / "secrets").iterdir():
         path.chmod(0o600)  # a file that comes by the API can be read by others
     minutes = os.environ.get("JOB_MAXIMUM_MINUTES", "")
     began = time.time()
-    pod = {"address": os.environ.get("CDSW_IP_ADDRESS"), "engine": os.environ.get("CDSW_ENGINE_ID"), "began_at": began}
+    pod: dict[str, object] = {
+        "address": os.environ.get("CDSW_IP_ADDRESS"),
+        "engine": os.environ.get("CDSW_ENGINE_ID"),
+        "began_at": began,
+    }
     if UNIT not in ("gateway", "ui") and minutes.isdigit():
         pod["ends_at"] = began + 60 * int(minutes)
     note(**pod)

@@ -12,10 +12,10 @@ import msgspec
 from penstock.engines import load as load_engine
 from penstock.planner import Plan
 from penstock.run_folder import Artifact, Launch
-from penstock.spec.deployment import Deployment
+from penstock.spec.deployment import DEMO_MODEL, Deployment
 from penstock.targets.cloudera import names
 from penstock.targets.cloudera.names import APPLICATION, NODE, PAGE, RANK, REPLICA, SCRIPT, block_of
-from penstock.targets.code_archive import code_archive
+from penstock.targets.code_archive import CodeArchive, code_archive
 from penstock.text import GIB
 
 # As a pod of Kubernetes (targets/kubernetes/replicas.py): a rank of vLLM on a GPU has 4 CPUs, 16 GiB for libraries,
@@ -26,7 +26,7 @@ _PAGE_CPU, _PAGE_MEMORY_GB = 1.0, 2.0
 # https://docs.cloudera.com/machine-learning/cloud/engines/topics/ml-environment-variables-engines.html
 _LONGEST_MINUTES = "35000"
 _REQUIREMENTS = ("msgspec>=0.19,<1", "psutil>=6,<8", "pyyaml>=6.0.1,<7", "uvloop>=0.21,<1")
-_PAGE_REQUIREMENT = "gradio>=6.20,<7"
+_PAGE_REQUIREMENT, _RAY_REQUIREMENT = "gradio>=6.20,<7", "ray[default]>=2.48,<3"
 
 
 class Choices(msgspec.Struct, frozen=True):
@@ -129,7 +129,7 @@ def instance(template: str, replica: str, rank: int) -> dict[str, Any]:
 
 def script(deployment: Deployment, plan: Plan) -> str:
     """The text of the script that every pod runs: the shipped one, below what it must know."""
-    block, code = block_of(deployment), code_archive()
+    block, code = block_of(deployment), code_of(deployment)
     env = {name: value for name, value in deployment.engine.env.items() if name.startswith("PIP_")}
     requirements = _requirements(deployment, plan)
     digest = hashlib.sha256(f"{block.runtime}{requirements}".encode()).hexdigest()[:10]
@@ -143,18 +143,19 @@ def script(deployment: Deployment, plan: Plan) -> str:
         "pip": env,
     }
     text = resources.files("penstock.targets.cloudera").joinpath(SCRIPT).read_text("utf-8")
-    return text.replace("FACTS: dict = {}", f"FACTS = {json.dumps(facts, indent=4).replace('null', 'None')}")
+    return text.replace("FACTS: dict[str, Any] = {}", f"FACTS = {json.dumps(facts, indent=4).replace('null', 'None')}")
 
 
-def code_path() -> str:
-    """Where penstock's code is uploaded, as the API has it."""
-    return names.in_project(f"{names.HOME}/code/{code_archive().hash}.zip")
+def code_of(deployment: Deployment) -> CodeArchive:
+    """penstock's code, with the bundled model for those who ask for that."""
+    return code_archive(with_model=deployment.model == DEMO_MODEL)
 
 
 def _requirements(deployment: Deployment, plan: Plan) -> list[str]:
     engine = load_engine(plan.engine)
     of_engine = [f"{engine.package}=={plan.engine_version}"] if engine.package else []
-    return [*_REQUIREMENTS, *of_engine, *([_PAGE_REQUIREMENT] if deployment.chat_page is not None else [])]
+    ray = [_RAY_REQUIREMENT] if plan.executor == "ray" else []
+    return [*_REQUIREMENTS, *of_engine, *ray, *([_PAGE_REQUIREMENT] if deployment.chat_page is not None else [])]
 
 
 def _script_path(deployment: Deployment) -> str:
