@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 from hosts import Host, Hosts
-from launching import Place, call
+from hosts_fixtures import require_hosts
+from launching import Place, a_place, call, wait_until
 
 from penstock import targets
 from penstock.run_folder import Run
@@ -29,6 +30,7 @@ from penstock.testing.fake_workbench.server import PROJECT, Workbench
 from penstock.testing.fake_workbench.workloads import APP_PORT
 
 DOMAIN = "cml.test"
+PLACE_S = 240.0
 SUBDOMAINS = ("penstock-one", "penstock-one-ui", "penstock-two")
 # What a pod has besides its script: the project's file system, and the proxy next to the engine.
 _SET_UP = """
@@ -164,6 +166,36 @@ def left_in_files(workbench: Workbench) -> list[str]:
 
 def left(workbench: Workbench) -> list[str]:
     return workbench.left() + left_in_files(workbench)
+
+
+@pytest.fixture(scope="session")
+def pod_hosts() -> Iterator[Hosts]:
+    """Use `workbench`."""
+    require_hosts()
+    with Hosts(4) as made:
+        yield made
+
+
+@pytest.fixture
+def workbench(pod_hosts: Hosts) -> Iterator[Workbench]:
+    with a_workbench(pod_hosts) as made:
+        yield made
+
+
+@pytest.fixture
+def workbench_place(
+    tmp_path: Path, workbench: Workbench, pod_hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Place]:
+    """A place whose deployments run in the workbench; nothing of them may be left there."""
+    monkeypatch.setenv("CDSW_APIV2_KEY", workbench.key)
+    forget = fresh_targets()
+    with (
+        on_this_network(pod_hosts.own_address, tmp_path, monkeypatch),
+        a_place(tmp_path, deadline_s=PLACE_S) as place,
+    ):
+        yield place
+    forget()
+    wait_until(lambda: left(workbench) == [], f"nothing of ours is left: {left(workbench)}", 30.0)
 
 
 def fresh_targets() -> Callable[[], None]:

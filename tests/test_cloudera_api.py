@@ -221,7 +221,7 @@ def shown(found: list[Problem]) -> str:
 def test_a_deployment_that_fits_has_no_problems_in_either_vintage(there: fake.Workbench) -> None:
     there.labels = [L4]
     for vintage in ("cloud", "on-prem"):
-        there.vintage = vintage  # type: ignore[assignment]
+        there.vintage = vintage
         assert problems(there, hardware={"gpus_per_node": 1, "nodes": 2}) == []
         assert problems(there) == []
 

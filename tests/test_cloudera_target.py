@@ -3,48 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cloudera_rig import a_workbench, file_for, fresh_targets, left, on_this_network, up
-from hosts import Hosts
-from hosts_fixtures import require_hosts
-from launching import PROMPT, Place, a_place, call, now, wait_ready, wait_until
+from cloudera_rig import file_for, fresh_targets, left, up
+from launching import PROMPT, Place, call, now, wait_ready
 
 from penstock import targets
 from penstock.testing.conformance import check_target
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_workbench.server import Workbench
 
-pytestmark = [pytest.mark.hosts, pytest.mark.xdist_group("cloudera")]
+pytestmark = pytest.mark.hosts
 START_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def pod_hosts() -> Iterator[Hosts]:
-    require_hosts()
-    with Hosts(4) as made:
-        yield made
-
-
 @pytest.fixture
-def workbench(pod_hosts: Hosts) -> Iterator[Workbench]:
-    with a_workbench(pod_hosts) as made:
-        yield made
-
-
-@pytest.fixture
-def place(tmp_path: Path, workbench: Workbench, pod_hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setenv("CDSW_APIV2_KEY", workbench.key)
-    forget = fresh_targets()
-    with (
-        on_this_network(pod_hosts.own_address, tmp_path, monkeypatch),
-        a_place(tmp_path, deadline_s=150.0) as place,
-    ):
-        yield place
-    forget()
-    wait_until(lambda: left(workbench) == [], f"nothing of ours is left: {left(workbench)}", 30.0)
+def place(workbench_place: Place) -> Place:
+    return workbench_place
 
 
 def test_cloudera_keeps_the_contract_of_targets(place: Place, workbench: Workbench) -> None:
@@ -84,7 +60,7 @@ def test_verbs_work_from_another_machine(
     assert call("keys", "list", "--deployment", "one").code == 0
     assert "first" in capfd.readouterr().out
     done = call("status", "one")
-    assert "ready" in done.out, done
+    assert "one is ready" in done.out and "its machines until" in done.out, done
     assert "replica 1 drained and ended" in call("events", "one").out
     runs = [r.status for r in workbench.workloads.runs.values()]
     assert sorted(runs) == ["RUNNING", "SUCCEEDED"], "the second replica left by word"

@@ -146,9 +146,8 @@ class Cloudera(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `gpu_type`: the label of the GPU's nodes (NVIDIA-L4), when there are several. `cpu`, `memory_gb`: of the pod of a
     node (from the plan when absent); `gateway_cpu`, `gateway_memory_gb`: of the application with gateway and
-    controller. `nodes`: a node is a job run, or a worker that the application launches. `public`: the application asks
-    for no login of the workbench, only for a key of the gateway. `shared_memory_mb`: `up` raises the project's limit of
-    /dev/shm to that where it is lower.
+    controller. `public`: the application asks for no login of the workbench, only for a key of the gateway.
+    `shared_memory_mb`: `up` raises the project's limit of /dev/shm to that where it is lower.
     """
 
     workbench: str | None = None
@@ -162,6 +161,5 @@ class Cloudera(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_gb: float | None = None
     gateway_cpu: float = 2.0
     gateway_memory_gb: float = 4.0
-    nodes: Literal["jobs", "workers"] = "jobs"
     public: bool = False
     shared_memory_mb: int | None = None

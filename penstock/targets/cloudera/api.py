@@ -44,6 +44,11 @@ class Workbench:
         self.key, self.ca_file = key, ca_file
         self.project_id = ""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the key goes over a network without TLS."""
+        return self.url.startswith("http://") and not self.url.startswith("http://127.0.0.1")
+
     # ---- what there is -----------------------------------------------------------------------------------------------
 
     def judge(self) -> Judge:

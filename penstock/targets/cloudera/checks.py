@@ -65,7 +65,7 @@ def examine(workbench: Workbench, deployment: Deployment) -> tuple[list[Problem]
     with _noted(problems):
         found, runtime = _runtime(workbench.runtimes(), deployment, needs_gpu=choices.gpu_label is not None)
         problems += found
-        choices = msgspec.structs.replace(choices, runtime=runtime)
+        choices = msgspec.structs.replace(choices, runtime=runtime, notes=_notes(workbench, choices, runtime))
     with _noted(problems):
         problems += _bodies(workbench, deployment)
     with _noted(problems):
@@ -198,6 +198,17 @@ def _runtime(rows: Sequence[Object], deployment: Deployment, needs_gpu: bool) ->
         return [Problem(field, "the workbench has no enabled runtime with Python 3.11 or later", hint)], ""
     best = max(fitting_rows, key=lambda row: (needs_gpu and _has_cuda(row), _python(row) <= (3, 12), _version(row)))
     return [], str(best["image_identifier"])
+
+
+def _notes(workbench: Workbench, choices: Choices, runtime: str) -> tuple[str, ...]:
+    rows = [row for row in workbench.runtimes() if row.get("image_identifier") == runtime]
+    notes = ["the workbench is asked over plain http: its API key can be read on the way"] * workbench.is_plain
+    if choices.gpu_label is not None and rows and not _has_cuda(rows[0]):
+        edition = rows[0].get("edition") or "no"
+        notes.append(
+            f"runtime of the {edition} edition: CUDA's libraries come with vLLM's wheels, the driver with the node"
+        )
+    return tuple(notes)
 
 
 def words_of(row: Object, field: str) -> str:

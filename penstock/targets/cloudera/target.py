@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import msgspec
 
@@ -25,6 +26,7 @@ from penstock.run_folder import (
     Run,
     Unit,
     living,
+    no_address,
     order,
     unit_of,
 )
@@ -67,6 +69,9 @@ class ClouderaAi(Target):
             return [Problem("target", exc.message, exc.hint)]
         problems, self._choices = checks.examine(workbench, deployment)
         return problems
+
+    def warnings(self, deployment: Deployment) -> tuple[str, ...]:
+        return self._choices.notes
 
     def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
         if is_rehearsal:
@@ -153,12 +158,18 @@ class ClouderaAi(Target):
         ]
 
     def tunnel(self, run: Run, port: int, kind: Kind = "gateway") -> AbstractContextManager[Tunnel]:
+        if not session.is_inside(run) and self._gateway_is_unknown(run):
+            raise no_address(run.name)
         words = [sys.executable, "-m", "penstock.targets.cloudera.relay", str(run.path), str(port)]
         url = self._workbench_of(run).url
         return forwarded(
             [*words, *(["ui"] if kind == "ui" else [])], port,
             lambda complaint: PenstockError(f"could not open a way to {url}", detail=complaint or None),
         )  # fmt: skip
+
+    def _gateway_is_unknown(self, run: Run) -> bool:
+        self.fetch(run)
+        return not run.gateway_address_file.exists()
 
     def inside(self, run: Run, words: Sequence[str], is_terminal: bool) -> list[str]:
         return [sys.executable, "-m", "penstock.targets.cloudera.inside", str(run.path), *words]
@@ -171,7 +182,7 @@ class ClouderaAi(Target):
             blocks = [names.block_of(deployment)]
         else:
             blocks = [names.block_of(run.deployment()) for run in living() if run.record().target == self.name]
-        if session.is_in_pod() and home() == names.HOME:
+        if session.is_in_pod() and home() == Path(names.HOME):
             return []  # the runs of this project have their folders here
         places = {
             (block.workbench, block.project): (block, Place(block.workbench.rstrip("/"), "", block.project))

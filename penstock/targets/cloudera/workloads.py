@@ -30,13 +30,15 @@ _PAGE_REQUIREMENT, _RAY_REQUIREMENT = "gradio>=6.20,<7", "ray[default]>=2.48,<3"
 
 
 class Choices(msgspec.Struct, frozen=True):
-    """What `check` found in the workbench, where the file leaves it open. `n_gpus`: of one node's pod, at most."""
+    """What `check` found in the workbench, where the file leaves it open. `most_gpus`: of one pod; `notes`: what is
+    legal and may still surprise."""
 
     runtime: str = ""
     gpu_label: str | None = None
     gpu_name: str = "GPU"
     gpu_bytes: int = 80 * GIB
     most_gpus: int = 1
+    notes: tuple[str, ...] = ()
 
 
 def artifact(launch: Launch, deployment: Deployment, choices: Choices) -> Artifact:
