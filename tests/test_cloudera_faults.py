@@ -31,7 +31,7 @@ def gateway_of(workbench: Workbench) -> Workload:
 def test_a_refused_job_ends_the_start_with_the_words_of_the_workbench(place: Place, workbench: Workbench) -> None:
     workbench.refuses_creation = (403, "quota exceeded: 1 GPU of 1 in use")
     done = call("up", file_for(place, workbench), "--json")
-    assert done.code == 1 and "quota exceeded" in done.err, done
+    assert done.code == 1 and "quota exceeded" in done.out, done
     assert workbench.left() == [], "nothing stays behind a start that failed"
 
 
@@ -64,9 +64,8 @@ def test_an_application_that_another_user_stopped_is_named_and_up_brings_it_back
 def test_nodes_find_a_gateway_whose_application_was_restarted(place: Place, workbench: Workbench) -> None:
     run, _ = up(place, workbench)
     wait_ready(run)
-    before = run.gateway_address().admin
     workbench.workloads.restart_application(gateway_of(workbench).record["id"])
-    wait_until(lambda: now(run).phase == "ready" and run.gateway_address().admin != before, "ready again", SOON_S)
+    wait_until(lambda: now(run).controller.n_restarts == 1 and now(run).phase == "ready", "ready again", SOON_S)
     assert expected_text(PROMPT, 8) in call("chat", "one", "-m", PROMPT, "--max-tokens", 8).out
     assert len(runs(workbench)) == 1, "the engine stayed loaded"
 
@@ -86,7 +85,7 @@ def test_a_proxy_that_cuts_streams_is_an_honest_error(place: Place, workbench: W
     wait_ready(run)
     workbench.cut_streams_after_s = 1.0
     done = call("chat", "one", "-m", PROMPT, "--max-tokens", 40)
-    assert done.code == 1 and "broke off" in done.err, done
+    assert done.code == 1 and "the connection was closed" in done.err, done
     workbench.cut_streams_after_s = None
 
 

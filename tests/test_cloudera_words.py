@@ -11,10 +11,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 from samples import DEMO, LLAMA_70B, cpu_machine, deployment, gpu_machine, sized
 
 from penstock.planner import Plan, launch
 from penstock.run_folder import Launch
+from penstock.spec import reading
 from penstock.spec.deployment import Deployment
 from penstock.targets import Placement
 from penstock.targets.cloudera import logs, names, words, workloads
@@ -138,11 +140,15 @@ def test_a_deployment_is_rendered_as_it_is_kept_in_golden_files() -> None:
     box = gpu_machine(1, 141)
     plan = launch.make_on_gpus(wanted, LLAMA_70B, box, "0.33.0", 1, sized(wanted, box))
     files = workloads.artifact(a_launch(plan), wanted, Choices("images/python3.11-cuda:1", "7", most_gpus=1)).files
-    assert sorted(files) == ["application.json", "launch.json", "node.json", "page.json", "start.py"]
-    for name in ("application.json", "node.json", "page.json"):
+    kept = ("application.json", "node.json", "page.json", "amp/.project-metadata.yaml", "amp/penstock_up.py")
+    assert files.keys() == {*kept, "launch.json", "start.py", "amp/deployment.yaml"}
+    for name in kept:
         if os.environ.get("PENSTOCK_WRITE_GOLDEN"):
+            (GOLDEN / name).parent.mkdir(exist_ok=True)
             (GOLDEN / name).write_text(files[name], "utf-8")
         assert files[name] == (GOLDEN / name).read_text("utf-8"), f"golden/cloudera/{name} is another"
+    offered = reading.from_mapping(yaml.safe_load(files["amp/deployment.yaml"])).cloudera
+    assert offered is not None and (offered.workbench, offered.project) == (None, None)
     there = json.loads(files["launch.json"])
     assert there["announce_file"] == "/home/cdsw/.penstock/runs/one/gateway/address.json"
     assert there["token_file"] == "/home/cdsw/.penstock/runs/one/secrets/admin-token"

@@ -17,7 +17,6 @@ from penstock.paths import write_atomically
 from penstock.run_folder import Desired, Run, State, is_locked
 from penstock.targets.cloudera import names
 from penstock.targets.cloudera.api import Object, Workbench
-from penstock.targets.cloudera.workloads import code_of
 from penstock.targets.code_archive import CodeArchive
 from penstock.text import MIB
 
@@ -68,13 +67,13 @@ def _there(run_name: str, file: str = "") -> str:
 
 
 def send(workbench: Workbench, run: Run) -> None:
-    """Bring the run folder and penstock's code into the project."""
-    send_code(workbench, code_of(run.deployment()))
+    """Bring the run folder into the project."""
     for file in _SENT:
         if (run.path / file).exists():
             workbench.upload(_there(run.name, file), (run.path / file).read_bytes())
     for file, text in run.artifact().files.items():
-        workbench.upload(_there(run.name, f"artifact/{file}"), text.encode())
+        if not file.startswith("amp/"):  # for a catalogue, not for this run
+            workbench.upload(_there(run.name, f"artifact/{file}"), text.encode())
     if workbench.ca_file is not None:
         workbench.upload(_there(run.name, "ca.pem"), Path(workbench.ca_file).read_bytes())
     (run.path / "logs").mkdir(exist_ok=True)

@@ -29,6 +29,7 @@ def place(workbench: Workbench, run: Run, units: Collection[Unit]) -> Handle:
     entries: Entries = dict(before)
     if not entries:
         _sweep_jobs(workbench, run, {})
+        folder.send_code(workbench, workloads.code_of(run.deployment()))
         if not is_inside:
             folder.send(workbench, run)
     problems: list[PenstockError] = []

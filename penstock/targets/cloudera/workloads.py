@@ -13,7 +13,7 @@ from penstock.engines import load as load_engine
 from penstock.planner import Plan
 from penstock.run_folder import Artifact, Launch
 from penstock.spec.deployment import DEMO_MODEL, Deployment
-from penstock.targets.cloudera import names
+from penstock.targets.cloudera import amp, names
 from penstock.targets.cloudera.names import APPLICATION, NODE, PAGE, RANK, REPLICA, SCRIPT, block_of
 from penstock.targets.code_archive import CodeArchive, code_archive
 from penstock.text import GIB
@@ -52,7 +52,7 @@ def artifact(launch: Launch, deployment: Deployment, choices: Choices) -> Artifa
     }
     if deployment.chat_page is not None:
         files[PAGE] = _json(page(deployment, choices))
-    return Artifact((), files)
+    return Artifact(("POST", "/api/v2/projects/PROJECT/jobs", NODE), files | amp.files(deployment))
 
 
 def in_pods(launch: Launch, deployment: Deployment) -> Launch:
