@@ -159,9 +159,10 @@ def up(place: Place, workbench: Workbench, **fields: Any) -> tuple[Run, str]:
 
 
 def left_in_files(workbench: Workbench) -> list[str]:
-    """Files of deployments in the project."""
+    """Files of deployments in the project. A session that started one leaves its lock, and its own run folder."""
     runs = workbench.pods.folder / ".penstock" / "runs"
-    return sorted(str(path.relative_to(runs)) for path in runs.rglob("*")) if runs.exists() else []
+    paths = runs.rglob("*") if runs.exists() else ()
+    return sorted(str(path.relative_to(runs)) for path in paths if not path.name.endswith(".lock"))
 
 
 def left(workbench: Workbench) -> list[str]:
@@ -188,6 +189,8 @@ def workbench_place(
 ) -> Iterator[Place]:
     """A place whose deployments run in the workbench; nothing of them may be left there."""
     monkeypatch.setenv("CDSW_APIV2_KEY", workbench.key)
+    monkeypatch.setenv("OPENAI_API_KEY", "")
+    monkeypatch.delenv("OPENAI_API_KEY")  # `chat` sets it to a key of the deployment
     forget = fresh_targets()
     with (
         on_this_network(pod_hosts.own_address, tmp_path, monkeypatch),

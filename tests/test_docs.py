@@ -94,9 +94,11 @@ object objects observe offline openssh operations options origins overhead
 pacing packages panel panels parent parse paths peers pictures placed placement placing plain planning pod pods
 policies prepare price progress prometheus promql proxied public published
 queries queue quota
-ranges rate reachability reachable reading ready reasons reduce refusals relay remote rendezvous replay replies report
+ranges rate reachability reachable reading ready reasons reduce refusals
+relay remote rendezvous replay replies report
 responses retries rights rope routes rules
-samples scale scaler scaling scheduling schema scores screen script server service services session sessions settings setup
+samples scale scaler scaling scheduling schema scores screen script server service services session sessions settings
+setup
 shared simulate simulator site sleep sleeping slow snapshot snippet solve source span sse staging startup static
 statistics stats status stop store strategic structs supervisor svg sweep sync synthetic
 tab terminal theme timestamps top topology totals trace traces traffic tunnel tunnels

@@ -15,6 +15,8 @@ from penstock import paths
 from penstock.errors import PenstockError
 from penstock.paths import write_atomically
 from penstock.run_folder import Desired, Run, State, is_locked
+from penstock.spec import reading
+from penstock.spec.blocks import Cloudera
 from penstock.targets.cloudera import names
 from penstock.targets.cloudera.api import Object, Workbench
 from penstock.targets.code_archive import CodeArchive
@@ -34,6 +36,7 @@ _SENT = (
     "secrets/first-key-hash",
 )
 _MOST_DEPTH = 6
+_WAY = ("workbench", "project", "key_file", "ca_file")  # of the block: how a machine reaches the project
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -136,8 +139,11 @@ def order(workbench: Workbench, run: Run, desired: Desired) -> None:
     run.write_desired(desired)
 
 
-def adopt(workbench: Workbench, name: str, place: Place) -> Run | None:
-    """Write the run folder of a deployment that another machine started; None where the project has none."""
+def adopt(workbench: Workbench, name: str, block: Cloudera) -> Run | None:
+    """Write the run folder of a deployment that another machine started; None where the project has none.
+
+    `block` says how this machine reaches the workbench, as another may not: in a session a file need not say so.
+    """
     record = workbench.download(_there(name, "run.json"))
     if record is None:
         return None
@@ -147,8 +153,12 @@ def adopt(workbench: Workbench, name: str, place: Place) -> Run | None:
     (run.path / "secrets").mkdir(mode=0o700, exist_ok=True)
     for file in (*_SENT[1:], "artifact/launch.json"):
         _write(run, file, workbench.download(_there(name, file)))
+    deployment = run.deployment()
+    way = {field: getattr(block, field) for field in _WAY}
+    there = msgspec.structs.replace(deployment.cloudera or Cloudera(), **way)
+    _write(run, "spec.yaml", reading.to_yaml(msgspec.structs.replace(deployment, cloudera=there)).encode())
     (run.path / "events.jsonl").touch()
-    note_place(run, place)
+    note_place(run, Place(workbench.url, workbench.project_id, block.project, block.key_file, block.ca_file))
     _write(run, "run.json", record)  # last: with it the folder counts
     fetch(workbench, run)
     return run

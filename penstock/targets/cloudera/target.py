@@ -145,9 +145,9 @@ class ClouderaAi(Target):
     # ---- from any machine --------------------------------------------------------------------------------------------
 
     def adopt(self, name: str, deployment: Deployment | None = None) -> Adopted | None:
-        for block, place in self._places(deployment):
+        for block in self._blocks(deployment):
             workbench = self._connected(block)
-            run = folder.adopt(workbench, name, msgspec.structs.replace(place, project_id=workbench.project_id))
+            run = folder.adopt(workbench, name, block)
             if run is not None:
                 return Adopted(run, f'project "{block.project or workbench.project_id}" of {workbench.url}')
         return None
@@ -176,24 +176,18 @@ class ClouderaAi(Target):
 
     # ---- the workbench -----------------------------------------------------------------------------------------------
 
-    def _places(self, deployment: Deployment | None) -> list[tuple[Cloudera, Place]]:
-        """The projects that the file, or the runs of this machine, name; where neither does, none is asked."""
-        if deployment is not None:
-            blocks = [names.block_of(deployment)]
-        else:
-            blocks = [names.block_of(run.deployment()) for run in living() if run.record().target == self.name]
+    def _blocks(self, deployment: Deployment | None) -> list[Cloudera]:
+        """The ways to the projects that the file, or the runs of this machine, name; one for each project."""
         if session.is_in_pod() and home() == Path(names.HOME):
             return []  # the runs of this project have their folders here
-        places = {
-            (block.workbench, block.project): (block, Place(block.workbench.rstrip("/"), "", block.project))
-            for block in blocks
-            if block.workbench is not None
-        }
-        return list(places.values())
+        known = [run.deployment() for run in living() if run.record().target == self.name]
+        blocks = [names.block_of(each) for each in (known if deployment is None else [deployment])]
+        return list({(block.workbench, block.project): block for block in blocks if block.workbench}.values())
 
     def _workbench_of(self, run: Run) -> Workbench:
         workbench = self._connected(names.block_of(run.deployment()))
-        folder.note_place(run, Place(workbench.url, workbench.project_id, names.block_of(run.deployment()).project))
+        block = names.block_of(run.deployment())
+        folder.note_place(run, Place(workbench.url, workbench.project_id, block.project, block.key_file, block.ca_file))
         return workbench
 
     def _connected(self, block: Cloudera) -> Workbench:
