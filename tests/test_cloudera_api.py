@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from samples import deployment
+from samples import deployment, run_folder
 
 from penstock import targets
 from penstock.errors import PenstockError, Problem, UserError
 from penstock.spec.blocks import Cloudera
 from penstock.spec.deployment import Deployment
-from penstock.targets.cloudera import api, checks, folder, session
+from penstock.targets.cloudera import api, checks, folder, names, placing, session
 from penstock.targets.cloudera.api import Workbench
 from penstock.targets.cloudera.bodies import Judge
 from penstock.targets.code_archive import code_archive
@@ -209,6 +209,36 @@ def test_the_fake_is_as_strict_as_its_description(there: fake.Workbench) -> None
     workbench.run_job(job["id"])
     with pytest.raises(HttpError, match="has an active run"):
         workbench.run_job(job["id"])
+
+
+# ---- what is left ----------------------------------------------------------------------------------------------------
+
+
+def test_workloads_without_a_run_folder_are_found_and_ended_and_those_of_others_stay(
+    there: fake.Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placing, "_POLL_S", 0.01)
+    (there.pods.folder / "a.py").touch()
+    (there.pods.folder / ".penstock" / "runs" / "two").mkdir(parents=True)
+    (there.pods.folder / ".penstock" / "runs" / "two" / "run.json").touch()
+    workbench = connected(there)
+    for title in (names.workload("lost", "0" * 12, "r0-n0"), names.workload("two", "0" * 12, "r0-n0"), "penstock-own"):
+        workbench.create_job(body_of_job(name=title))
+    workbench.create_application(
+        body_of_job(name=names.workload("lost", "0" * 12, "gateway"), subdomain="penstock-lost")
+    )
+    run_folder(file(there))
+    targets.load.cache_clear()
+    [left] = targets.load("cloudera").leftovers()
+    assert (left.run_id, left.what) == ("lost", '2 workloads of "lost"')
+    assert left.place == f'project "{fake.PROJECT}" of {there.url}'
+    there.workloads.applications.popitem()[1].status = "STOPPED"
+    targets.finish(left)
+    assert there.left() == ["penstock-own", names.workload("two", "0" * 12, "r0-n0")]
+    there.pods.folder.joinpath(".penstock", "runs", "lost").mkdir()
+    there.pods.folder.joinpath(".penstock", "runs", "lost", "run.json").touch()
+    with pytest.raises(PenstockError, match="it was started again"):
+        targets.finish(left)
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ class Workbench:
         self._judge: Judge | None = None
         self.key, self.ca_file = key, ca_file
         self.project_id = ""
+        self._upload_methods: tuple[str, ...] = ("PUT", "POST")
 
     @property
     def is_plain(self) -> bool:
@@ -137,14 +138,16 @@ class Workbench:
     # ---- files -------------------------------------------------------------------------------------------------------
 
     def upload(self, path: str, data: bytes) -> None:
-        """Write a file of the project. Documents say POST, clients of Cloudera's send PUT."""
-        for method in ("PUT", "POST"):
+        """Write a file of the project. Documents say POST, clients of Cloudera's send PUT: what works is kept."""
+        for method in self._upload_methods:
             try:
                 self._upload(method, path, data)
-                return
             except HttpError as exc:
-                if method == "POST" or exc.status not in (404, 405):
+                if method == self._upload_methods[-1] or exc.status not in (404, 405):
                     raise
+                continue
+            self._upload_methods = (method,)
+            return
 
     def _upload(self, method: str, path: str, data: bytes) -> None:
         border = f"penstock-{secrets.token_hex(12)}"

@@ -153,9 +153,12 @@ class ClouderaAi(Target):
         return None
 
     def leftovers(self) -> list[Left]:
-        return [
-            left for block, place in self._places(None) for left in ending.without_folder(self._connected(block), place)
-        ]
+        return [left for block in self._blocks(None) for left in self._lost(block)]
+
+    def _lost(self, block: Cloudera) -> list[Left]:
+        workbench = self._connected(block)
+        place = Place(workbench.url, workbench.project_id, block.project, block.key_file, block.ca_file)
+        return ending.without_folder(workbench, place)
 
     def tunnel(self, run: Run, port: int, kind: Kind = "gateway") -> AbstractContextManager[Tunnel]:
         if not session.is_inside(run) and self._gateway_is_unknown(run):
