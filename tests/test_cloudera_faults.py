@@ -35,6 +35,7 @@ def test_a_refused_job_ends_the_start_with_the_words_of_the_workbench(place: Pla
     assert workbench.left() == [], "nothing stays behind a start that failed"
 
 
+@pytest.mark.nightly
 def test_a_run_that_reaches_its_time_limit_is_placed_again(place: Place, workbench: Workbench) -> None:
     run, _ = up(place, workbench)
     wait_ready(run)
@@ -70,6 +71,7 @@ def test_nodes_find_a_gateway_whose_application_was_restarted(place: Place, work
     assert len(runs(workbench)) == 1, "the engine stayed loaded"
 
 
+@pytest.mark.nightly
 def test_a_replica_without_a_machine_waits_and_says_so(place: Place, workbench: Workbench) -> None:
     workbench.workloads.next_fault = "schedules for ever"
     done = call("up", file_for(place, workbench), "--json", "--no-wait")
@@ -80,6 +82,7 @@ def test_a_replica_without_a_machine_waits_and_says_so(place: Place, workbench: 
     assert "queued" in status and "waits for a machine of the workbench" in status, status
 
 
+@pytest.mark.nightly
 def test_a_proxy_that_cuts_streams_is_an_honest_error(place: Place, workbench: Workbench) -> None:
     run, _ = up(place, workbench, engine={"args": {"tokens-per-s": 2}})
     wait_ready(run)

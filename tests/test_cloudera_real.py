@@ -20,6 +20,7 @@ def place(workbench_place: Place) -> Place:
     return workbench_place
 
 
+@pytest.mark.nightly
 @pytest.mark.llamacpp
 def test_the_bundled_model_answers_from_a_pod(place: Place, workbench: Workbench) -> None:
     """By the real engine; penstock's code and the model come by the API's files."""

@@ -36,6 +36,7 @@ def run_script(workbench: Workbench, script: str) -> Any:
     return loads.runs[run["id"]]
 
 
+@pytest.mark.nightly
 def test_an_amp_starts_its_deployment_from_inside_and_a_laptop_ends_it(place: Place, workbench: Workbench) -> None:
     file = file_for(place, workbench, gateway={"auth": "keys"})
     texts = amp.files(reading.load(file))
