@@ -483,7 +483,6 @@ def _fill(run: Run, draft: Draft, now: float) -> None:
     run._write("plan.json", draft.plan)
     run._write("artifact.json", draft.artifact)
     for name, text in draft.artifact.files.items():
-        (run.artifact_path / name).parent.mkdir(exist_ok=True)
         write_atomically(run.artifact_path / name, text.encode())
     config = msgspec.json.format(msgspec.json.encode(draft.gateway), indent=2)
     write_atomically(run.gateway_config, config, mode=0o600)

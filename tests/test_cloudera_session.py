@@ -40,10 +40,10 @@ def run_script(workbench: Workbench, script: str) -> Any:
 def test_an_amp_starts_its_deployment_from_inside_and_a_laptop_ends_it(place: Place, workbench: Workbench) -> None:
     file = file_for(place, workbench, gateway={"auth": "keys"})
     texts = amp.files(reading.load(file))
-    block = yaml.safe_load(texts["amp/deployment.yaml"])
+    block = yaml.safe_load(texts["amp:deployment.yaml"])
     block["cloudera"]["workbench"] = workbench.url  # a real one speaks https, by which a session finds it itself
     (workbench.pods.folder / amp.FILE).write_text(yaml.safe_dump(block))
-    (workbench.pods.folder / amp.SCRIPT).write_text(texts[f"amp/{amp.SCRIPT}"])
+    (workbench.pods.folder / amp.SCRIPT).write_text(texts[f"amp:{amp.SCRIPT}"])
     session = run_script(workbench, amp.SCRIPT)
     wait_until(lambda: session.is_over, "the session has ended", SOON_S)
     assert session.status == "SUCCEEDED", session.pod

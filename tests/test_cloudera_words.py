@@ -140,14 +140,15 @@ def test_a_deployment_is_rendered_as_it_is_kept_in_golden_files() -> None:
     box = gpu_machine(1, 141)
     plan = launch.make_on_gpus(wanted, LLAMA_70B, box, "0.33.0", 1, sized(wanted, box))
     files = workloads.artifact(a_launch(plan), wanted, Choices("images/python3.11-cuda:1", "7", most_gpus=1)).files
-    kept = ("application.json", "node.json", "page.json", "amp/.project-metadata.yaml", "amp/penstock_up.py")
-    assert files.keys() == {*kept, "launch.json", "start.py", "amp/deployment.yaml"}
+    kept = ("application.json", "node.json", "page.json", "amp:.project-metadata.yaml", "amp:penstock_up.py")
+    assert files.keys() == {*kept, "launch.json", "start.py", "amp:deployment.yaml"}
     for name in kept:
         if os.environ.get("PENSTOCK_WRITE_GOLDEN"):
-            (GOLDEN / name).parent.mkdir(exist_ok=True)
-            (GOLDEN / name).write_text(files[name], "utf-8")
-        assert files[name] == (GOLDEN / name).read_text("utf-8"), f"golden/cloudera/{name} is another"
-    offered = reading.from_mapping(yaml.safe_load(files["amp/deployment.yaml"])).cloudera
+            (GOLDEN / name.replace("amp:", "amp-")).write_text(files[name], "utf-8")
+        assert files[name] == (GOLDEN / name.replace("amp:", "amp-")).read_text("utf-8"), (
+            f"golden/cloudera/{name} is another"
+        )
+    offered = reading.from_mapping(yaml.safe_load(files["amp:deployment.yaml"])).cloudera
     assert offered is not None and (offered.workbench, offered.project) == (None, None)
     there = json.loads(files["launch.json"])
     assert there["announce_file"] == "/home/cdsw/.penstock/runs/one/gateway/address.json"

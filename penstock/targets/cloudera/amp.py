@@ -15,6 +15,7 @@ from penstock.spec.deployment import Deployment
 from penstock.targets.cloudera import names
 from penstock.text import KIB
 
+PREFIX = "amp:"
 METADATA, FILE, SCRIPT = ".project-metadata.yaml", "deployment.yaml", "penstock_up.py"
 _SHARED_MEMORY_GB = 2.0
 _UP = '''"""Starts the deployment of deployment.yaml in this project; its key is printed once."""
@@ -32,10 +33,11 @@ if done.returncode:
 
 
 def files(deployment: Deployment) -> dict[str, str]:
-    """Texts by name. Workbench and project are those in which the AMP is used."""
+    """Texts by name, with "amp:" in front. Workbench and project are those in which the AMP is used."""
     block = msgspec.structs.replace(names.block_of(deployment), workbench=None, project=None, key_file=None)
     there = msgspec.structs.replace(deployment, cloudera=block)
-    return {f"amp/{METADATA}": _metadata(deployment), f"amp/{FILE}": reading.to_yaml(there), f"amp/{SCRIPT}": _UP}
+    texts = {METADATA: _metadata(deployment), FILE: reading.to_yaml(there), SCRIPT: _UP}
+    return {f"{PREFIX}{name}": text for name, text in texts.items()}
 
 
 def _metadata(deployment: Deployment) -> str:

@@ -17,7 +17,7 @@ from penstock.paths import write_atomically
 from penstock.run_folder import Desired, Run, State, is_locked
 from penstock.spec import reading
 from penstock.spec.blocks import Cloudera
-from penstock.targets.cloudera import names
+from penstock.targets.cloudera import amp, names
 from penstock.targets.cloudera.api import Object, Workbench
 from penstock.targets.code_archive import CodeArchive
 from penstock.text import MIB
@@ -75,7 +75,7 @@ def send(workbench: Workbench, run: Run) -> None:
         if (run.path / file).exists():
             workbench.upload(_there(run.name, file), (run.path / file).read_bytes())
     for file, text in run.artifact().files.items():
-        if not file.startswith("amp/"):  # for a catalogue, not for this run
+        if not file.startswith(amp.PREFIX):  # for a catalogue, not for this run
             workbench.upload(_there(run.name, f"artifact/{file}"), text.encode())
     if workbench.ca_file is not None:
         workbench.upload(_there(run.name, "ca.pem"), Path(workbench.ca_file).read_bytes())
