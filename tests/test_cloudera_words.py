@@ -198,20 +198,39 @@ def test_the_relay_moves_the_clients_key_and_adds_the_workbenchs() -> None:
     assert b"x-api-key" not in forwarded_head(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n", UP)
 
 
-def test_an_application_that_cannot_be_reached_is_an_answer() -> None:
-    async def talk() -> bytes:
-        relay = Relay(Upstream("http://127.0.0.1:9", "key"))
-        server = await asyncio.start_server(relay._on_client, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET / HTTP/1.1\r\n\r\n")
-        answer = await reader.read()
-        writer.close()
-        server.close()
-        return answer
+def relayed(url: str, answer: bytes | None = None) -> bytes:
+    """What a client gets by a relay to `url`, or to a server that gives this answer."""
 
-    answer = asyncio.run(talk())
+    async def on_request(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer or b"")
+        writer.close()
+
+    async def talk() -> bytes:
+        above = await asyncio.start_server(on_request, "127.0.0.1", 0)
+        to = url if answer is None else f"http://127.0.0.1:{above.sockets[0].getsockname()[1]}"
+        server = await asyncio.start_server(Relay(Upstream(to, "key"))._on_client, "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.sockets[0].getsockname()[1])
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        whole = await reader.read()
+        writer.close()
+        for each in (server, above):
+            each.close()
+        return whole
+
+    return asyncio.run(talk())
+
+
+def test_an_application_that_cannot_be_reached_is_an_answer() -> None:
+    answer = relayed("http://127.0.0.1:9")
     assert answer.startswith(b"HTTP/1.1 502 ") and b"could not connect to http://127.0.0.1:9" in answer
+
+
+def test_an_answer_passes_unchanged_and_a_login_of_the_workbench_is_explained() -> None:
+    for whole in (b"HTTP/1.1 200 OK\r\na: b\r\n\r\ndata: 1\n\n", b"HTTP/1.1 302 Found\r\nlocation: /ui/\r\n\r\n"):
+        assert relayed("", whole) == whole
+    login = relayed("", b"HTTP/1.1 302 Found\r\nlocation: https://ml-1.example/login\r\n\r\n")
+    assert login.startswith(b"HTTP/1.1 401 ") and b"does not open applications" in login
 
 
 # ---- logs ------------------------------------------------------------------------------------------------------------

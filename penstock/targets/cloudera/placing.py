@@ -24,7 +24,7 @@ Entries = dict[str, dict[str, Any]]
 
 
 def place(workbench: Workbench, run: Run, units: Collection[Unit]) -> Handle:
-    """As `Target.place`."""
+    """As `Target.place`. Replicas first: a controller that starts finds them in the handle, and creates none twice."""
     is_inside, before = session.is_inside(run), dict(run.handle().units)
     entries: Entries = dict(before)
     if not entries:
@@ -33,7 +33,6 @@ def place(workbench: Workbench, run: Run, units: Collection[Unit]) -> Handle:
         if not is_inside:
             folder.send(workbench, run)
     problems: list[PenstockError] = []
-    _place_services(workbench, run, units, entries, is_inside)
     leaving = {
         key: entries.pop(key) for key in list(entries) if key.startswith("replica/") and unit_of(key) not in units
     }
@@ -53,6 +52,7 @@ def place(workbench: Workbench, run: Run, units: Collection[Unit]) -> Handle:
         _sweep_jobs(workbench, run, entries)
     if problems and entries == before:
         raise problems[0]
+    _place_services(workbench, run, units, entries, is_inside)
     return Handle(TARGET, {unit.key: entries[unit.key] for unit in sorted(map(unit_of, entries), key=order)})
 
 

@@ -45,6 +45,14 @@ def forwarded_head(head: bytes, upstream: Upstream) -> bytes:
     return b"\r\n".join([first, *kept, b"", b""])
 
 
+def is_login(head: bytes, upstream: Upstream) -> bool:
+    """Whether the head of an answer sends its client to a login: to another host. Pure."""
+    first, *lines = head.split(b"\r\n")
+    fields = {line.partition(b":")[0].strip().lower(): line.partition(b":")[2].strip() for line in lines}
+    host = urlsplit(fields.get(b"location", b"").decode("latin-1")).netloc
+    return first.split(b" ")[1:2] in ([b"302"], [b"303"]) and host not in ("", urlsplit(upstream.url).netloc)
+
+
 class Relay:
     """Serves one application on a port of 127.0.0.1."""
 
@@ -64,25 +72,35 @@ class Relay:
                 opened = asyncio.open_connection(self._host, self._port, ssl=self._tls)
                 above_reader, above = await asyncio.wait_for(opened, _CONNECT_S)
             except (OSError, TimeoutError) as exc:
-                writer.write(_unreachable(f"could not connect to {self._upstream.url}: {exc or 'no answer'}"))
+                why = f"could not connect to {self._upstream.url}: {exc or 'no answer'}"
+                writer.write(_refusal("502 Bad Gateway", why, "unreachable"))
                 await writer.drain()
             else:
                 above.write(forwarded_head(head, self._upstream))
-                await _both(reader, above, above_reader, writer)
+                tasks = [asyncio.create_task(_pipe(reader, above))]
+                tasks.append(asyncio.create_task(self._answer(above_reader, writer)))
+                await _first(tasks)
+                above.close()
         writer.close()
 
+    async def _answer(self, above: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            head = await above.readuntil(b"\r\n\r\n")
+            if is_login(head, self._upstream):
+                why = f"the workbench asks for a login at {self._upstream.url}: its API key does not open applications"
+                writer.write(_refusal("401 Unauthorized", why, "workbench_login"))
+                await writer.drain()
+                return
+            writer.write(head)
+        await _pipe(above, writer)
 
-async def _both(
-    reader: asyncio.StreamReader, above: asyncio.StreamWriter, above_reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-) -> None:  # fmt: skip
-    """Both directions, until the application has answered or the client has left."""
-    tasks = [asyncio.create_task(_pipe(reader, above)), asyncio.create_task(_pipe(above_reader, writer))]
+
+async def _first(tasks: list[asyncio.Task[None]]) -> None:
+    """Until the application has answered or the client has left; then neither direction goes on."""
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    above.close()
 
 
 async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -92,9 +110,9 @@ async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             await writer.drain()
 
 
-def _unreachable(why: str) -> bytes:
-    body = msgspec.json.encode({"error": {"message": why, "type": "server_error", "code": "unreachable"}})
-    head = f"HTTP/1.1 502 Bad Gateway\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+def _refusal(status: str, why: str, code: str) -> bytes:
+    body = msgspec.json.encode({"error": {"message": why, "type": "server_error", "code": code}})
+    head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
     return f"{head}connection: close\r\n\r\n".encode() + body
 
 
