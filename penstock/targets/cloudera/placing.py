@@ -50,9 +50,11 @@ def place(workbench: Workbench, run: Run, units: Collection[Unit]) -> Handle:
             problems.append(exc)
     if jobs is not None:
         _sweep_jobs(workbench, run, entries)
-    if problems and entries == before:
+    if problems and not entries:
         raise problems[0]
     _place_services(workbench, run, units, entries, is_inside)
+    if problems and entries == before:
+        raise problems[0]
     return Handle(TARGET, {unit.key: entries[unit.key] for unit in sorted(map(unit_of, entries), key=order)})
 
 
