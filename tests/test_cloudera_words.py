@@ -14,6 +14,7 @@ import pytest
 import yaml
 from samples import DEMO, LLAMA_70B, cpu_machine, deployment, gpu_machine, sized
 
+from penstock import targets
 from penstock.planner import Plan, launch
 from penstock.run_folder import Launch
 from penstock.spec import reading
@@ -158,6 +159,15 @@ def test_a_deployment_is_rendered_as_it_is_kept_in_golden_files() -> None:
     secrets = ("token", "secret", "password")
     environments = [json.loads(files[name])["environment"] for name in ("application.json", "node.json", "page.json")]
     assert not [key for env in environments for key in env if any(word in key.lower() for word in secrets)]
+
+
+def test_a_rehearsal_asks_no_workbench_and_renders_the_runtime_of_the_file() -> None:
+    plan = launch.make(file(), DEMO, cpu_machine(), "llamacpp", "1.0", 1)
+    target = targets.load("cloudera")
+    assert target.check(file(), is_rehearsal=True) == [] and target.warnings(file()) == ()
+    files = target.render(a_launch(plan), "python3", file()).files
+    assert json.loads(files["node.json"])["runtime_identifier"] == BLOCK["runtime"]
+    assert target.render(a_launch(plan), "python3", file()).files == files
 
 
 def test_a_node_gets_the_memory_of_its_plan_or_of_the_file() -> None:

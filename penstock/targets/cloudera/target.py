@@ -60,6 +60,7 @@ class ClouderaAi(Target):
         return names.placed(deployment)
 
     def check(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Problem]:
+        self._choices = workloads.Choices(names.block_of(deployment).runtime or "")
         problems = checks.file_problems(deployment)
         if problems or is_rehearsal:
             return problems
