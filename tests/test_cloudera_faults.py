@@ -65,6 +65,7 @@ def test_an_application_that_another_user_stopped_is_named_and_up_brings_it_back
 def test_nodes_find_a_gateway_whose_application_was_restarted(place: Place, workbench: Workbench) -> None:
     run, _ = up(place, workbench)
     wait_ready(run)
+    wait_until(lambda: now(run).controller.process is not None, "the controller has written its state", SOON_S)
     workbench.workloads.restart_application(gateway_of(workbench).record["id"])
     wait_until(lambda: now(run).controller.n_restarts == 1 and now(run).phase == "ready", "ready again", SOON_S)
     assert expected_text(PROMPT, 8) in call("chat", "one", "-m", PROMPT, "--max-tokens", 8).out
