@@ -79,9 +79,7 @@ class ClouderaAi(Target):
             nodes = [f"node-{rank + 1}" for rank in range(deployment.hardware.nodes)]
             return machines_of_file(deployment, nodes, "a rehearsal does not ask the workbench")
         workbench = self._connected(names.block_of(deployment))
-        problems, self._choices = checks.examine(workbench, deployment)
-        if problems:
-            raise PenstockError(f"cannot use {workbench.url}: {problems[0]}")
+        _, self._choices = checks.examine(workbench, deployment)
         return [checks.machine(deployment, self._choices)]
 
     def render(self, launch: Launch, python: str, deployment: Deployment) -> Artifact:
