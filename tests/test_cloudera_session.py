@@ -78,3 +78,16 @@ def _is_ready_since(run: Any, began: float) -> bool:
     announcement = replica_of(run).announcement
     ready = now(run).phase == "ready" and announcement is not None
     return ready and announcement is not None and (announcement.started_at or 0.0) > began
+
+
+@pytest.mark.nightly
+def test_a_replacement_ends_what_ran_before(place: Place, workbench: Workbench) -> None:
+    run, _ = up(place, workbench)
+    wait_ready(run)
+    before = run.record().id
+    done = call("up", file_for(place, workbench, engine={"max_model_len": 512}), "--replace", "--json")
+    assert done.code == 0, done
+    run = place.run()
+    wait_ready(run)
+    assert run.record().id != before and not [title for title in workbench.left() if before in title]
+    assert expected_text(PROMPT, 8) in call("chat", "one", "-m", PROMPT, "--max-tokens", 8).out
