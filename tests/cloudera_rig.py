@@ -125,8 +125,11 @@ def a_workbench(hosts: Hosts, **options: Any) -> Iterator[Workbench]:
     names = " ".join([DOMAIN, *(f"{name}.{DOMAIN}" for name in SUBDOMAINS)])
     with (hosts.base / "etc" / "system" / "hosts").open("a") as file:
         file.write(f"{hosts.own_address} {names}\n")
-    with Workbench(pods, DOMAIN, **options) as workbench:
-        yield workbench
+    try:
+        with Workbench(pods, DOMAIN, **options) as workbench:
+            yield workbench
+    finally:
+        shutil.rmtree(pods.folder, ignore_errors=True)  # thousands of files, which the hosts' janitor would wait for
 
 
 @contextmanager
