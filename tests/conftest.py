@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from cloudera_rig import pod_hosts, workbench, workbench_place  # noqa: F401 - fixtures
 from hosts_fixtures import (  # noqa: F401 - fixtures
     desk,
     hosts,
@@ -40,6 +41,7 @@ RIGS = {
     "slurm_on": "slurm",
     "ray_on_two_hosts": "ray",
     "kubernetes_cluster": "kubernetes",
+    "pod_hosts": "cloudera",
     "two_hosts": "hosts",
     "two_hosts_behind_login": "hosts",
 }

@@ -76,11 +76,11 @@ FORBIDDEN = re.compile(
 NO_MESSAGES = ("penstock/testing/", "penstock/bench/datasets/tokenizers.py")
 # Plain words that module names may use beyond the glossary.
 PLAIN = """
-access addresses admin agent amx announcer answering api archive arguments arrivals autoscale
-baselines blocks board boards body bootstrap bundle
+access addresses admin agent amp amx announcer answering api application archive arguments arrivals autoscale
+baselines blocks bodies board boards body bootstrap bundle
 calibrate calibration capacity catalog changes checks child choice collectives compare comparison compiled completion
 config conformance connections container control conversation cost cpu
-dashboard decide decisions dense detached detect doctor driver
+dashboard decide description decisions dense detached detect doctor driver
 elsewhere ending entry errors estimate event examine exchange exchanges explain export expressions
 facts failures fake fetch fields figures fit flags folder footers forms forwarding
 genai google grafana guard
@@ -94,11 +94,12 @@ object objects observe offline openssh operations options origins overhead
 pacing packages panel panels parent parse paths peers pictures placed placement placing plain planning pod pods
 policies prepare price progress prometheus promql proxied public published
 queries queue quota
-ranges rate reachability reachable reading ready reasons reduce refusals remote rendezvous replay replies report
+ranges rate reachability reachable reading ready reasons reduce refusals
+relay remote rendezvous replay replies report
 responses retries rights rope routes rules
-samples scale scaler scaling scheduling schema scores screen script secret server service services sessions settings
-setup shared simulate simulator site sleep sleeping slow snapshot snippet solve source span sse staging startup static
-statistics stats status stop store strategic structs supervisor svg sweep sync synthetic
+samples scale scaler scaling scheduling schema scores screen script secret server service services session sessions
+settings setup shared simulate simulator site sleep sleeping slow snapshot snippet solve source span sse
+staging startup static statistics stats status stop store strategic structs supervisor svg sweep sync synthetic
 tab terminal theme timestamps top topology totals trace traces traffic tunnel tunnels
 ui unit upstream upstreams
 validity versions view vision volume

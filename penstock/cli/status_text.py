@@ -194,7 +194,8 @@ def status_text(run: Run, state: State, now: float) -> str:
     if reasons:
         lines += ["", "restarts, newest first:", table(reasons, indent=2)]
     if state.controller.state == "gone" and state.phase not in ("down", "failed", "stopping"):
-        lines += ["", f"the controller is gone: nothing is restarted until `{command_name()} up` starts it again"]
+        why = f" ({state.controller.note})" if state.controller.note else ""
+        lines += ["", f"the controller is gone{why}: nothing is restarted until `{command_name()} up` starts it again"]
     return "\n".join(lines)
 
 

@@ -328,7 +328,8 @@ def _controller(run: Run, last: Part) -> Part:
     if own is not None and placements[own].state == "placed":
         return msgspec.structs.replace(last, state="running", note=None)
     if not units:
-        return msgspec.structs.replace(last, state="gone", note=None)
+        why = [place.reason for unit, place in placements.items() if unit.kind == "controller" and place.reason]
+        return msgspec.structs.replace(last, state="gone", note=why[-1] if why else None)
     newest = placements[units[-1]]
     state: Literal["queued", "starting"] = "queued" if newest.state == "queued" else "starting"
     return msgspec.structs.replace(last, state=state, note=newest.reason)

@@ -1,7 +1,7 @@
 """Starts a gateway, a controller or a chat page whose target brought the deployment to its machine, not the run folder.
 
     python -m penstock.deployment.placed_unit gateway RUN_FOLDER --listen HOST:PORT --admin HOST:PORT
-        [--store STORE] [--tls FOLDER]
+        [--store STORE] [--shared] [--tls FOLDER]
     python -m penstock.deployment.placed_unit controller RUN_FOLDER --unit NAME --listen HOST:PORT --admin HOST:PORT
     python -m penstock.deployment.placed_unit ui RUN_FOLDER --listen HOST:PORT --gateway URL
         [--tls FOLDER]
@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--admin")
     parser.add_argument("--gateway", help="the base URL that the chat page asks")
     parser.add_argument("--store", help="keys and usage, in place of a file in the run folder")
+    parser.add_argument("--shared", action="store_true", help="the store is on a file system of several machines")
     parser.add_argument("--tls", type=Path, help="a folder with tls.crt and, of a gateway, tls.key: clients speak TLS")
     options = parser.parse_args(argv)
     run = Run(options.run)
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         _write_gateway_config(run, Addresses(options.listen, options.admin), options.store, options.tls)
         program = ["-m", "penstock.gateway", str(run.gateway_config)]
+    if options.shared and (place := run.gateway_file().store) is not None:
+        store.share(place)
     if options.kind == "gateway" and run.first_key_file.exists():
         _introduce_first_key(run)
     if options.kind == "controller":

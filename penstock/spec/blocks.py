@@ -1,5 +1,5 @@
 """The blocks of the deployment file that belong to one kind of target each: `ssh`, `ray`, `slurm`, `kubernetes`,
-`vessl`."""
+`cloudera`, `vessl`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-# Blocks of targets that this version does not have: any field is taken.
-UNTYPED = ("cloudera",)
 # Targets whose gateway runs where others may reach it: on a login node, in a cluster's network, at a public address.
-SHARED = ("ssh", "slurm", "kubernetes", "vessl")
+SHARED = ("ssh", "slurm", "kubernetes", "cloudera", "vessl")
 
 
 class Ssh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -133,6 +131,36 @@ class Kubernetes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def has_paths(self) -> bool:
         """Whether clients outside reach other Services than the gateway's at the same host, below a path."""
         return self.expose in ("Ingress", "HTTPRoute")
+
+
+class Cloudera(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A project of a Cloudera AI workbench, by its API v2. Words are those of the API.
+
+    `workbench`: its URL; `project`: the project's name. In a session of the project both may be absent. `key_file`: the
+    API v2 key, when CDSW_APIV2_KEY does not hold it; `ca_file`: the certificates that sign the workbench's own, as PEM.
+    `runtime`: the image of all pods (when absent the newest enabled one whose Python fits, with CUDA where it can be).
+    `python`: the interpreter in the pods that has the engine and penstock's requirements; when absent the application
+    makes an environment once in the project, from the index of `engine.env.PIP_INDEX_URL`.
+
+    `gpu_type`: the label of the GPU's nodes (NVIDIA-L4), when there are several. `cpu`, `memory_gb`: of the pod of a
+    node (from the plan when absent); `gateway_cpu`, `gateway_memory_gb`: of the application with gateway and
+    controller. `public`: the application asks for no login of the workbench, only for a key of the gateway.
+    `shared_memory_mb`: `up` raises the project's limit of /dev/shm to that where it is lower.
+    """
+
+    workbench: str | None = None
+    project: str | None = None
+    key_file: str | None = None
+    ca_file: str | None = None
+    runtime: str | None = None
+    python: str | None = None
+    gpu_type: str | None = None
+    cpu: float | None = None
+    memory_gb: float | None = None
+    gateway_cpu: float = 2.0
+    gateway_memory_gb: float = 4.0
+    public: bool = False
+    shared_memory_mb: int | None = None
 
 
 class Vessl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from penstock.spec.blocks import Kubernetes, RayCluster, Slurm, Ssh, Vessl
+from penstock.spec.blocks import Cloudera, Kubernetes, RayCluster, Slurm, Ssh, Vessl
 from penstock.spec.gateway import GatewaySettings, Price
 
 TARGETS = ("local", "ssh", "ray", "slurm", "kubernetes", "cloudera", "vessl")
@@ -289,7 +289,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ray: RayCluster | None = None
     slurm: Slurm | None = None
     kubernetes: Kubernetes | None = None
-    cloudera: dict[str, Any] | None = None
+    cloudera: Cloudera | None = None
     vessl: Vessl | None = None
 
     @property

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.errors import Problem, SpecError, UserError, nearest
-from penstock.spec.blocks import SHARED, UNTYPED
+from penstock.spec.blocks import SHARED
 from penstock.spec.deployment import DEMO_MODEL, TARGETS, Deployment, Observe, default_name, is_legal_name
 from penstock.spec.gateway import is_loopback, setting_problems
 from penstock.spec.scaling import replicas_rules
@@ -292,7 +292,7 @@ def _join(path: str, key: object) -> str:
 _ENGINE_URL = re.compile(r"(http://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?|unix:/.+)\Z")
 _FREE = (
     *("args", "env", "runtime_env", "node_selector", "tolerations", "labels", "annotations", "patch"),
-    *("secrets", "mounts", "imports", "exports", *UNTYPED),
+    *("secrets", "mounts", "imports", "exports"),
 )
 
 

@@ -27,6 +27,7 @@ from penstock.wire.announcement import Restart
 
 # name -> "module:Class"
 TABLE = {
+    "cloudera": "penstock.targets.cloudera.target:ClouderaAi",
     "kubernetes": "penstock.targets.kubernetes.target:Kubernetes",
     "local": "penstock.targets.local:Local",
     "ray": "penstock.targets.ray.target:RayJobs",

@@ -40,10 +40,11 @@ Message = Mapping[str, object]  # {"role": "user", "content": "..."}, as OpenAI'
 Stream = Generator[Chunk | Reply, None, None]  # chunks, then one reply
 
 
-def tls_context(is_insecure: bool = False, pinned: str | None = None) -> ssl.SSLContext:
+def tls_context(is_insecure: bool = False, pinned: str | None = None, ca_file: str | None = None) -> ssl.SSLContext:
     """Certificates as OpenSSL finds them (`SSL_CERT_FILE`), or none checked.
 
-    `pinned`: the server must have the first certificate of that PEM file, whatever name it is reached by.
+    `pinned`: the server must have the first certificate of that PEM file, whatever name it is reached by. `ca_file`:
+    its certificate is signed by one of that PEM file.
     """
     if pinned is not None:
         try:
@@ -54,7 +55,10 @@ def tls_context(is_insecure: bool = False, pinned: str | None = None) -> ssl.SSL
         context.check_hostname = False
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         return context
-    context = ssl.create_default_context()
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+    except OSError as exc:
+        raise UserError(f'cannot read certificates "{ca_file}": {exc.strerror or exc}') from exc
     if is_insecure:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
@@ -65,7 +69,8 @@ class Client:
     """Talks to one base URL, with or without "/v1" at its end. Safe to share between threads: it holds no connection.
 
     `timeout_s` bounds the connect and each wait for more bytes, not the whole answer. `clock` gives seconds.
-    `is_insecure`: the server's certificate is not checked; `pinned`: a PEM file with the one that it has.
+    `is_insecure`: the server's certificate is not checked; `pinned`: a PEM file with the one that it has; `ca_file`: a
+    PEM file with those that sign it.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class Client:
         clock: Callable[[], float] = time.perf_counter,
         is_insecure: bool = False,
         pinned: str | None = None,
+        ca_file: str | None = None,
     ) -> None:
         try:
             parts = urllib.parse.urlsplit(base_url if "://" in base_url else f"http://{base_url}")
@@ -95,7 +101,7 @@ class Client:
         self._clock = clock
         self._host, self._port = parts.hostname, port
         self._is_tls = parts.scheme == "https"
-        self._is_insecure, self._pinned = is_insecure, pinned
+        self._is_insecure, self._pinned, self._ca_file = is_insecure, pinned, ca_file
         self._root = _root(parts.path)
 
     def models(self) -> tuple[ModelCard, ...]:
@@ -204,7 +210,7 @@ class Client:
         if self.api_key:
             lines["authorization"] = f"Bearer {self.api_key}"
         if self._is_tls:
-            context = tls_context(self._is_insecure, self._pinned)
+            context = tls_context(self._is_insecure, self._pinned, self._ca_file)
             connection: http.client.HTTPConnection = http.client.HTTPSConnection(
                 self._host, self._port, timeout=self.timeout_s, context=context
             )

@@ -28,12 +28,10 @@ def bearer(authorization: bytes | None) -> bytes | None:
 
 
 def credential(head: RequestHead) -> bytes | None:
-    """The client's key as an Authorization header's value; without a bearer one there, x-api-key holds the key."""
-    authorization = head.get(b"authorization")
-    if authorization is not None and authorization[:7].lower() == b"bearer ":
-        return authorization
+    """The client's key as an Authorization header's value: that of x-api-key when there is one, since a proxy in front
+    of the gateway may have Authorization for its own key."""
     key = head.get(b"x-api-key")
-    return authorization if key is None else b"Bearer " + key
+    return head.get(b"authorization") if key is None else b"Bearer " + key
 
 
 class KeyHolder(msgspec.Struct, frozen=True):

@@ -1,0 +1,155 @@
+"""The program of an application: `python -m penstock.targets.cloudera.application RUN gateway|ui`.
+
+"gateway": keeps up a gateway and a controller; when the deployment shall be down, drains the gateway, and waits to be
+stopped. "ui": keeps up the chat page, and a relay by which it reaches the gateway's application.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from penstock import processes
+from penstock.errors import PenstockError
+from penstock.hardware import network
+from penstock.paths import write_atomically
+from penstock.processes import Backoff
+from penstock.run_folder import Run, order, unit_of
+from penstock.targets.cloudera import inside, names
+from penstock.targets.cloudera.api import application_url
+from penstock.targets.cloudera.session import workbench_url
+from penstock.wire.announcement import GatewayAddress
+from penstock.wire.client import Client
+
+_LOOK_S, _ANSWER_S = 0.5, 2.0
+_EXIT_S = 30.0  # beyond its drain, as any gateway
+
+
+class Child:
+    """A process that is started again when it ends, after a pause."""
+
+    def __init__(self, run: Run, role: str, argv: list[str]) -> None:
+        self.role, self._run, self._argv = role, run, argv
+        self._backoff, self._due_at = Backoff(1.0, 30.0, 60.0), 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def keep_up(self, now: float) -> bool:
+        """Whether it was started just now; `now`: monotonic seconds."""
+        if self._process is not None and self._process.poll() is None:
+            return False
+        if self._process is not None:
+            self._due_at = now + self._backoff.next(now)
+            self._run.add_event(f"{self.role} restarted", f"its process ended with code {self._process.returncode}")
+            self._process = None
+        if now < self._due_at:
+            return False
+        marks = processes.marks(str(self._run.path), self._run.record().id, self.role)
+        with self._run.log(self.role).open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, *self._argv],
+                env={**os.environ, **marks}, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        return True
+
+    def end(self, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL after `grace_s`."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def serve_gateway(run: Run, port: int, host: str) -> None:
+    """Until the deployment shall be down, and its gateway has drained."""
+    drained = run.path / names.DRAINED
+    drained.unlink(missing_ok=True)
+    newest = {kind: _newest(run, kind) for kind in ("gateway", "controller")}
+    words = ["-m", "penstock.deployment.placed_unit", "gateway", str(run.path), "--shared"]
+    words += ["--listen", f"127.0.0.1:{port}", "--admin", f"{host}:{names.GATEWAY_ADMIN_PORT}"]
+    gateway = Child(run, "gateway", words)
+    controller = Child(
+        run,
+        "controller",
+        ["-m", "penstock.deployment.controller", str(run.path), "--unit", newest["controller"] or "0"],
+    )
+    is_noted = False
+    while run.desired().state == "up":
+        now = time.monotonic()
+        if gateway.keep_up(now):
+            is_noted = False
+        if not is_noted and _answers(run, host):
+            _note_address(run, newest["gateway"] or "0", port, host)
+            is_noted = True
+        if is_noted and newest["controller"] is not None:  # it reads the gateway's settings
+            controller.keep_up(now)
+        inside.answer_all(run)
+        time.sleep(_LOOK_S)
+    controller.end(_EXIT_S)
+    gateway.end(run.deployment().gateway.drain_s + _EXIT_S)
+    drained.touch()
+
+
+def _newest(run: Run, kind: str) -> str | None:
+    units = sorted((unit for unit in map(unit_of, run.handle().units) if unit.kind == kind), key=order)
+    return units[-1].name if units else None
+
+
+def _answers(run: Run, host: str) -> bool:
+    with contextlib.suppress(PenstockError):
+        client = Client(f"http://{host}:{names.GATEWAY_ADMIN_PORT}", run.admin_token(), _ANSWER_S)
+        client.get_json("/admin/health")
+        return True
+    return False
+
+
+def _note_address(run: Run, unit: str, port: int, host: str) -> None:
+    """For nodes and controller. Clients outside have the application's URL; without a login of the workbench, if the
+    file says so."""
+    deployment = run.deployment()
+    block = names.block_of(deployment)
+    urls = [application_url(workbench_url(block), names.subdomain(run.name, part)) for part in ("", "ui")]
+    is_public = block.public
+    address = GatewayAddress(
+        unit, f"127.0.0.1:{port}", (f"{host}:{names.GATEWAY_ADMIN_PORT}",), urls[0] if is_public else None,
+        urls[1] if is_public and deployment.chat_page is not None else None,
+    )  # fmt: skip
+    write_atomically(run.gateway_address_file, msgspec.json.encode(address))
+
+
+def serve_page(run: Run, port: int) -> None:
+    """Until the deployment shall be down."""
+    inner = network.free_port("127.0.0.1")
+    relay = Child(run, "relay", ["-m", "penstock.targets.cloudera.relay", str(run.path), str(inner)])
+    words = ["-m", "penstock.deployment.placed_unit", "ui", str(run.path), "--listen", f"127.0.0.1:{port}"]
+    page = Child(run, "ui", [*words, "--gateway", f"http://127.0.0.1:{inner}"])
+    while run.desired().state == "up":
+        for child in (relay, page):
+            child.keep_up(time.monotonic())
+        time.sleep(_LOOK_S)
+    for child in (page, relay):
+        child.end(_EXIT_S)
+
+
+def main(words: list[str]) -> None:
+    run, unit = Run(Path(words[0])), words[1]
+    port, host = int(os.environ["CDSW_APP_PORT"]), os.environ["CDSW_IP_ADDRESS"]
+    if unit == "gateway":
+        serve_gateway(run, port, host)
+    else:
+        serve_page(run, port)
+    while True:  # an application whose script ends may be started again
+        time.sleep(3600.0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

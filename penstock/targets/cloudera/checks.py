@@ -1,0 +1,284 @@
+"""Why a deployment could not be placed in a workbench, and what its pods would be. Asks; changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from urllib.parse import urlsplit
+
+import msgspec
+
+from penstock.errors import PenstockError, Problem, nearest
+from penstock.hardware import Gpu, Machine, catalog, node_facts
+from penstock.planner.engine_versions import NEWEST
+from penstock.spec.deployment import Deployment
+from penstock.targets.cloudera import names, session, words
+from penstock.targets.cloudera.api import Object, Workbench
+from penstock.targets.cloudera.names import block_of
+from penstock.targets.cloudera.workloads import Choices
+from penstock.text import GIB, MIB
+from penstock.wire.answers import HttpError
+
+_OLDEST_PYTHON = (3, 11)
+# The default of a project is 64 MB, with which NCCL and vLLM's message queues end with a bus error.
+LEAST_SHARED_MEMORY_MB = 2048
+_RANK_CPUS, _RANK_BYTES = 4, 24 * GIB
+_MOST_CPUS, _MOST_BYTES = 64, 512 * GIB  # of a pod whose label does not say
+
+
+def file_problems(deployment: Deployment) -> list[Problem]:
+    """What is wrong with the file alone."""
+    return list(_file_problems(deployment))
+
+
+def _file_problems(deployment: Deployment) -> Iterator[Problem]:
+    block = block_of(deployment)
+    if block.workbench is None and not session.is_in_pod():
+        yield Problem("cloudera.workbench", "is not set", "the URL: https://ml-1234abcd-5678.site.example")
+    if block.workbench is not None:
+        parts = urlsplit(block.workbench)
+        if parts.scheme not in ("https", "http") or not parts.hostname or parts.path.strip("/"):
+            yield Problem(
+                "cloudera.workbench", f'"{block.workbench}" is no URL of a workbench', "https://HOST, no path"
+            )
+    if block.project is None and not session.is_in_pod():
+        yield Problem("cloudera.project", "is not set", "the name of a project in which you may run jobs")
+    if block.public and deployment.gateway.auth == "none":
+        hint = "remove it; clients then need a key of the gateway"
+        yield Problem("gateway.auth", '"none", and with cloudera.public everyone could use the engines', hint)
+    for field in ("cpu", "memory_gb", "gateway_cpu", "gateway_memory_gb", "shared_memory_mb"):
+        value = getattr(block, field)
+        if value is not None and value <= 0:
+            yield Problem(f"cloudera.{field}", f"{value:g} is not above 0")
+    if deployment.gateway.tls_cert is not None:
+        yield Problem("gateway.tls_cert", "the workbench ends TLS in front of applications", "remove it")
+
+
+def examine(workbench: Workbench, deployment: Deployment) -> tuple[list[Problem], Choices]:
+    """All problems that the workbench knows of, and what it has where the file leaves it open."""
+    problems: list[Problem] = []
+    choices = Choices()
+    with _noted(problems):
+        found, choices = _gpus(workbench, deployment)
+        problems += found
+    with _noted(problems):
+        found, runtime = _runtime(workbench.runtimes(), deployment, needs_gpu=choices.gpu_label is not None)
+        problems += found
+        choices = msgspec.structs.replace(choices, runtime=runtime, notes=_notes(workbench, choices, runtime))
+    with _noted(problems):
+        problems += _bodies(workbench, deployment)
+    with _noted(problems):
+        problems += _project(workbench.project(), deployment)
+    with _noted(problems):
+        problems += _rights(workbench, deployment)
+    return problems, choices
+
+
+@contextlib.contextmanager
+def _noted(problems: list[Problem]) -> Iterator[None]:
+    try:
+        yield
+    except HttpError as exc:
+        hint = "ask an administrator of the workbench, or the project's owner" if exc.status == 403 else exc.hint
+        problems.append(Problem("target", exc.message, hint))
+    except PenstockError as exc:
+        problems.append(Problem("target", exc.message, exc.hint))
+
+
+# ---- what the pods get -----------------------------------------------------------------------------------------------
+
+
+def _wants_gpus(deployment: Deployment) -> bool:
+    hardware = deployment.hardware
+    wants = hardware.gpu is not None or bool(hardware.gpus_per_node) or block_of(deployment).gpu_type is not None
+    return hardware.gpus_per_node != 0 and (wants or deployment.engine.kind == "vllm")
+
+
+def _gpus(workbench: Workbench, deployment: Deployment) -> tuple[list[Problem], Choices]:
+    """The label that the pods ask for: that of the file, or the only one."""
+    if not _wants_gpus(deployment):
+        return [], Choices(most_gpus=0)
+    wanted, hardware = block_of(deployment).gpu_type, deployment.hardware
+    rows = {str(row.get("label_value")): row for row in workbench.gpu_labels()}
+    if not rows:
+        return [Problem("cloudera.gpu_type", f"{workbench.url} has no GPUs", "hardware.gpus_per_node: 0")], Choices()
+    if wanted is not None and wanted not in rows:
+        close = nearest(wanted, list(rows))
+        hint = f'did you mean "{close}"?' if close else f"it has: {', '.join(sorted(rows))}"
+        return [Problem("cloudera.gpu_type", f'{workbench.url} has no GPU label "{wanted}"', hint)], Choices()
+    named = [label for label in rows if hardware.gpu is None or _is_card(label, hardware.gpu)]
+    if wanted is None and len(named) != 1:
+        hint = f"one of: {', '.join(sorted(rows))}"
+        return [Problem("cloudera.gpu_type", f"{workbench.url} has {len(rows)} kinds of GPU", hint)], Choices()
+    label = wanted or named[0]
+    row, most = rows[label], _number(rows[label].get("max_gpu_per_workload"))
+    choices = _choices_of(label, row, most)
+    return list(_gpu_problems(workbench, deployment, label, row, most)), choices
+
+
+def _gpu_problems(
+    workbench: Workbench, deployment: Deployment, label: str, row: Object, most: int
+) -> Iterator[Problem]:
+    hardware = deployment.hardware
+    each = hardware.gpus_per_node or 1
+    if row.get("availability") is False:
+        yield Problem("cloudera.gpu_type", f'GPUs of label "{label}" are not available in the workbench now')
+    if most == 0:
+        yield Problem("hardware.gpus_per_node", "the site lets no workload have a GPU", "Site Administration > Runtime")
+    elif each > most:
+        hint = f"gpus_per_node: {most}, and more nodes"
+        yield Problem("hardware.gpus_per_node", f"{each}, but a workload gets at most {most} of {label}", hint)
+    n_needed, n_there = each * hardware.nodes * deployment.replicas.first, _number(row.get("max_gpu_count"))
+    if 0 < n_there < n_needed:
+        yield Problem("hardware.nodes", f"needs {n_needed} GPUs of {label}, the workbench has {n_there}")
+    quota = next((q for q in workbench.gpu_quotas() if str(q.get("accelerator_id")) == str(row.get("id"))), None)
+    if quota is not None and (allowed := _number(quota.get("gpu_quota"))) < n_needed:
+        hint = "ask an administrator: Site Administration > Quotas"
+        yield Problem("hardware.nodes", f"needs {n_needed} GPUs of {label}, your quota is {allowed}", hint)
+
+
+def _choices_of(label: str, row: Object, most: int) -> Choices:
+    card = _card(label)
+    told_gib = float(row.get("gpu_memory") or 0.0)
+    known_mib = card and (card.memory.nvidia_smi_mib or int(card.memory.torch_total_gib * 1024))
+    n_bytes = known_mib * MIB if known_mib else int(told_gib * GIB) or 80 * GIB
+    name = card.names[0] if card is not None and card.names else label.replace("-", " ")
+    return Choices(gpu_label=str(row["id"]), gpu_name=name, gpu_bytes=n_bytes, most_gpus=most)
+
+
+def _card(label: str) -> catalog.GpuFacts | None:
+    """The catalogue's card of a label of NVIDIA's device plugin: "NVIDIA-L4", "NVIDIA-A100-SXM4-80GB"."""
+    for name in (label, label.replace("-", " "), label.removeprefix("NVIDIA-")):
+        with contextlib.suppress(PenstockError):
+            return catalog.gpu(name)
+    return None
+
+
+def _is_card(label: str, wanted: str) -> bool:
+    card = _card(label)
+    return card is not None and card.id == catalog.gpu(wanted).id
+
+
+def machine(deployment: Deployment, choices: Choices) -> Machine:
+    """A pod of a node: with as many GPUs as the site lets a workload have, or as the file says."""
+    block, hardware = block_of(deployment), deployment.hardware
+    n_gpus = min(choices.most_gpus, hardware.gpus_per_node or choices.most_gpus)
+    cards = tuple(Gpu(index, choices.gpu_name, choices.gpu_bytes, choices.gpu_bytes) for index in range(n_gpus))
+    n_cpus = int(block.cpu or (_RANK_CPUS * n_gpus or _MOST_CPUS))
+    n_bytes = int(block.memory_gb * GIB) if block.memory_gb else (_RANK_BYTES * n_gpus or _MOST_BYTES)
+    versions = {**node_facts.versions(), "vllm": NEWEST}
+    host = f"a pod of {urlsplit(block.workbench or '').hostname or 'the workbench'}"
+    return Machine(host, max(1, n_cpus), n_bytes, n_bytes, cards, versions=versions)
+
+
+# ---- runtime, project, rights ----------------------------------------------------------------------------------------
+
+
+def _runtime(rows: Sequence[Object], deployment: Deployment, needs_gpu: bool) -> tuple[list[Problem], str]:
+    """The file's runtime, or the newest that fits: with CUDA where GPUs are wanted and it is there."""
+    wanted, field = block_of(deployment).runtime, "cloudera.runtime"
+    by_image = {str(row.get("image_identifier")): row for row in rows}
+    if wanted is not None:
+        row = by_image.get(wanted)
+        if row is None:
+            fitting = [image for image, other in by_image.items() if _fits(other)]
+            hint = f"it has: {', '.join(sorted(fitting)[:3])}" if fitting else "an administrator can add one"
+            return [Problem(field, f'the workbench has no runtime "{wanted}"', hint)], wanted
+        problems = []
+        if words_of(row, "status") == "DISABLED":
+            problems.append(Problem(field, f'"{wanted}" is disabled in the workbench'))
+        if not _has_python(row):
+            hint = f"one with Python {'.'.join(map(str, _OLDEST_PYTHON))} or later"
+            problems.append(Problem(field, f'"{wanted}" has {row.get("kernel") or "no Python"}', hint))
+        return problems, wanted
+    fitting_rows = [row for row in rows if _fits(row)]
+    if not fitting_rows:
+        hint = "ask an administrator for one: Runtime Catalog > Add Runtime"
+        return [Problem(field, "the workbench has no enabled runtime with Python 3.11 or later", hint)], ""
+    best = max(fitting_rows, key=lambda row: (needs_gpu and _has_cuda(row), _python(row) <= (3, 12), _version(row)))
+    return [], str(best["image_identifier"])
+
+
+def _notes(workbench: Workbench, choices: Choices, runtime: str) -> tuple[str, ...]:
+    rows = [row for row in workbench.runtimes() if row.get("image_identifier") == runtime]
+    notes = ["the workbench is asked over plain http: its API key can be read on the way"] * workbench.is_plain
+    if choices.gpu_label is not None and rows and not _has_cuda(rows[0]):
+        edition = rows[0].get("edition") or "no"
+        notes.append(
+            f"runtime of the {edition} edition: CUDA's libraries come with vLLM's wheels, the driver with the node"
+        )
+    return tuple(notes)
+
+
+def words_of(row: Object, field: str) -> str:
+    return str(row.get(field) or "").upper()
+
+
+def _fits(row: Object) -> bool:
+    return _has_python(row) and words_of(row, "status") in ("", "ENABLED")
+
+
+def _has_python(row: Object) -> bool:
+    return _python(row) >= _OLDEST_PYTHON
+
+
+def _python(row: Object) -> tuple[int, ...]:
+    match = re.search(r"python *(\d+)\.(\d+)", str(row.get("kernel") or ""), re.IGNORECASE)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def _has_cuda(row: Object) -> bool:
+    return "gpu" in str(row.get("edition") or "").lower() or "cuda" in str(row.get("edition") or "").lower()
+
+
+def _version(row: Object) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", str(row.get("full_version") or ""))))
+
+
+def _project(row: Object, deployment: Deployment) -> Iterator[Problem]:
+    """/dev/shm: ranks of one pod talk over it."""
+    block, n_ranks = block_of(deployment), deployment.hardware.gpus_per_node or 1
+    limit_mb = _number(row.get("shared_memory_limit")) or 64
+    wanted_mb = block.shared_memory_mb or LEAST_SHARED_MEMORY_MB
+    if n_ranks > 1 and limit_mb < wanted_mb and block.shared_memory_mb is None:
+        words_ = f"the project's pods have {limit_mb} MB of /dev/shm, and several GPUs of a pod need {wanted_mb} MB"
+        hint = f"set it to {wanted_mb}, and `up` raises the project's limit, or do so under Project Settings > Advanced"
+        yield Problem("cloudera.shared_memory_mb", words_, hint)
+
+
+def raise_shared_memory(workbench: Workbench, deployment: Deployment) -> None:
+    """As the file says. Pods that run already keep what they have."""
+    wanted_mb = block_of(deployment).shared_memory_mb
+    if wanted_mb is not None and (_number(workbench.project().get("shared_memory_limit")) or 64) < wanted_mb:
+        workbench.change_project(shared_memory_limit=wanted_mb)
+
+
+def _bodies(workbench: Workbench, deployment: Deployment) -> Iterator[Problem]:
+    """What this version of the API lacks of what `up` would send."""
+    judge, project = workbench.judge(), f"/projects/{workbench.project_id}"
+    for path in (f"{project}/applications", f"{project}/jobs"):
+        for field in ("script", "cpu", "memory", "runtime_identifier", "environment"):
+            if not judge.takes("POST", path, field):
+                yield Problem("target", f"this version of the workbench takes no {field} in POST {path}")
+    knows_labels = judge.takes("POST", f"{project}/jobs", "accelerator_label_id")
+    if block_of(deployment).gpu_type is not None and not knows_labels:
+        yield Problem("cloudera.gpu_type", "this version of the workbench knows no GPU labels", "remove it")
+
+
+def _rights(workbench: Workbench, deployment: Deployment) -> Iterator[Problem]:
+    """Whether we may see what we would create, and whether the subdomain is free."""
+    workbench.jobs()
+    domain = names.subdomain(deployment.name)
+    for row in workbench.applications():
+        is_ours = names.is_of(str(row.get("name")), deployment.name)
+        if row.get("subdomain") == domain and not is_ours and words.life(row) != "gone":
+            yield Problem(
+                "name", f'the application "{row.get("name")}" has the subdomain {domain}', "give another name"
+            )
+
+
+def _number(value: object) -> int:
+    """A number, which is text where it has 64 bits."""
+    text = str(value if value is not None else 0)
+    return int(float(text)) if re.fullmatch(r"-?\d+(\.\d+)?", text) else 0

@@ -1,0 +1,211 @@
+"""The fake workbench with pods in namespaces: each pod is a host of hosts.py, with the project's files as /home/cdsw.
+
+def test_x(place: Place, workbench: Workbench) -> None:
+    run = up(place)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts import Host, Hosts
+from hosts_fixtures import require_hosts
+from launching import Place, a_place, call, wait_until
+
+from penstock import targets
+from penstock.deployment import observe
+from penstock.run_folder import Run
+from penstock.testing.fake_workbench import kernel
+from penstock.testing.fake_workbench.server import PROJECT, Workbench
+from penstock.testing.fake_workbench.workloads import APP_PORT
+
+DOMAIN = "cml.test"
+PLACE_S = 240.0
+SUBDOMAINS = ("penstock-one", "penstock-one-ui", "penstock-two")
+# What a pod has besides its script: the project's file system, and the proxy next to the engine.
+_SET_UP = """
+mount -t tmpfs tmpfs /home && mkdir -p /home/cdsw && mount --bind {shared} /home/cdsw
+"""
+_PROXY = """
+import asyncio, sys
+async def pipe(r, w):
+    try:
+        while data := await r.read(65536):
+            w.write(data); await w.drain()
+    except OSError:
+        pass
+    w.close()
+async def on(r, w):
+    try:
+        r2, w2 = await asyncio.open_connection("127.0.0.1", int(sys.argv[2]))
+    except OSError:
+        return w.close()
+    await asyncio.gather(pipe(r, w2), pipe(r2, w))
+async def main():
+    await (await asyncio.start_server(on, sys.argv[1], int(sys.argv[2]))).serve_forever()
+asyncio.run(main())
+"""
+# A process that a test starts finds the workbench by its name, as in a network with its DNS.
+_SITE = """
+import socket
+_real = socket.getaddrinfo
+def _ours(host, *args, **kwargs):
+    return _real({address!r} if str(host).endswith({domain!r}) else host, *args, **kwargs)
+socket.getaddrinfo = _ours
+"""
+
+
+class HostPod:
+    """A script in a pod."""
+
+    def __init__(self, pods: HostPods, host: Host, process: subprocess.Popen[str]) -> None:
+        self._pods, self.host, self._process = pods, host, process
+        self.address = host.address
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def kill(self) -> None:
+        self._pods.free(self.host)
+
+
+class HostPods:
+    """Pods on these hosts, one each."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self.hosts, self._busy, self._lock = hosts, set[str](), threading.Lock()
+        self.folder = Path(tempfile.mkdtemp(dir=hosts.shared, prefix="project-"))
+        self.folder.chmod(0o755)
+        self.n_free: int | None = None  # fewer than there are hosts
+
+    def start(self, script: str, env: Mapping[str, str]) -> HostPod | None:
+        with self._lock:
+            free = [host for host in self.hosts if host.name not in self._busy]
+            if not free or (self.n_free is not None and len(self._busy) >= self.n_free):
+                return None
+            host = free[0]
+            self._busy.add(host.name)
+        host.start()
+        host.run(["bash", "-ec", _SET_UP.format(shared=self.folder)])
+        log = (self.hosts.base / "log" / f"{host.name}.pod").open("a")
+        whole = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", **env, "CDSW_IP_ADDRESS": host.address}
+        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        host.popen([sys.executable, "-c", _PROXY, host.address, str(APP_PORT)], **quiet)
+        words = [sys.executable, str(Path(kernel.__file__)), script]
+        process = host.popen(words, cwd="/home/cdsw", env=whole, **quiet)
+        log.close()
+        return HostPod(self, host, process)
+
+    def free(self, host: Host) -> None:
+        """Power off, and forget what was on its disks."""
+        host.kill()
+        shutil.rmtree(self.hosts.base / "hosts" / host.name, ignore_errors=True)
+        self.hosts._furnish(host)
+        with self._lock:
+            self._busy.discard(host.name)
+
+    def host_of(self, address: str) -> Host:
+        return next(host for host in self.hosts if host.address == address)
+
+
+@contextmanager
+def a_workbench(hosts: Hosts, **options: Any) -> Iterator[Workbench]:
+    pods = HostPods(hosts)
+    names = " ".join([DOMAIN, *(f"{name}.{DOMAIN}" for name in SUBDOMAINS)])
+    with (hosts.base / "etc" / "system" / "hosts").open("a") as file:
+        file.write(f"{hosts.own_address} {names}\n")
+    try:
+        with Workbench(pods, DOMAIN, **options) as workbench:
+            yield workbench
+    finally:
+        shutil.rmtree(pods.folder, ignore_errors=True)  # thousands of files, which the hosts' janitor would wait for
+
+
+@contextmanager
+def on_this_network(address: str, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process, and those that it starts, find the workbench by name."""
+    real = socket.getaddrinfo
+
+    def ours(host: Any, *args: Any, **kwargs: Any) -> Any:
+        return real(address if str(host).endswith(DOMAIN) else host, *args, **kwargs)
+
+    patch.setattr(socket, "getaddrinfo", ours)
+    site = folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(_SITE.format(address=address, domain=DOMAIN))
+    patch.setenv("PYTHONPATH", str(site))
+    yield
+
+
+def file_for(place: Place, workbench: Workbench, name: str = "one", **fields: Any) -> Path:
+    """A deployment file for that workbench; all pods run the Python of the tests, which needs no installation."""
+    block = {"workbench": workbench.url, "project": PROJECT, "python": sys.executable, "cpu": 1, "memory_gb": 1}
+    block |= fields.pop("cloudera", {})
+    gateway = {"auth": "keys", "port": 8000, "drain_s": 5, **fields.pop("gateway", {})}
+    return place.write(name, target="cloudera", cloudera=block, gateway=gateway, **fields)
+
+
+def up(place: Place, workbench: Workbench, **fields: Any) -> tuple[Run, str]:
+    done = call("up", file_for(place, workbench, **fields), "--json")
+    assert done.code == 0, done
+    return place.run("one"), str(done.events[0]["key"])
+
+
+def left_in_files(workbench: Workbench) -> list[str]:
+    """Files of deployments in the project. A session that started one leaves its lock, and its own run folder."""
+    runs = workbench.pods.folder / ".penstock" / "runs"
+    paths = runs.rglob("*") if runs.exists() else ()
+    return sorted(str(path.relative_to(runs)) for path in paths if not path.name.endswith(".lock"))
+
+
+def left(workbench: Workbench) -> list[str]:
+    return workbench.left() + left_in_files(workbench)
+
+
+@pytest.fixture(scope="session")
+def pod_hosts() -> Iterator[Hosts]:
+    """Use `workbench`."""
+    require_hosts()
+    with Hosts(4) as made:
+        yield made
+
+
+@pytest.fixture
+def workbench(pod_hosts: Hosts) -> Iterator[Workbench]:
+    with a_workbench(pod_hosts) as made:
+        yield made
+
+
+@pytest.fixture
+def workbench_place(
+    tmp_path: Path, workbench: Workbench, pod_hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Place]:
+    """A place whose deployments run in the workbench; nothing of them may be left there."""
+    monkeypatch.setenv("CDSW_APIV2_KEY", workbench.key)
+    monkeypatch.setenv("OPENAI_API_KEY", "")
+    monkeypatch.delenv("OPENAI_API_KEY")  # `chat` sets it to a key of the deployment
+    monkeypatch.setattr(observe, "admin_view", lambda run: None)  # a laptop reaches no pod, as it does here
+    forget = fresh_targets()
+    with (
+        on_this_network(pod_hosts.own_address, tmp_path, monkeypatch),
+        a_place(tmp_path, deadline_s=PLACE_S) as place,
+    ):
+        yield place
+    forget()
+    wait_until(lambda: left(workbench) == [], f"nothing of ours is left: {left(workbench)}", 30.0)
+
+
+def fresh_targets() -> Callable[[], None]:
+    targets.load.cache_clear()
+    return targets.load.cache_clear

@@ -1,0 +1,359 @@
+"""The workbench's API, its own description of it, and `check`, against the fake workbench without pods."""
+
+from __future__ import annotations
+
+import io
+import ssl
+import subprocess
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from samples import deployment, run_folder
+
+from penstock import targets
+from penstock.errors import PenstockError, Problem, UserError
+from penstock.spec.blocks import Cloudera
+from penstock.spec.deployment import Deployment
+from penstock.targets.cloudera import api, checks, folder, names, placing, session
+from penstock.targets.cloudera.api import Workbench
+from penstock.targets.cloudera.bodies import Judge
+from penstock.targets.code_archive import code_archive
+from penstock.testing.fake_workbench import description
+from penstock.testing.fake_workbench import server as fake
+from penstock.wire.answers import HttpError
+
+L4 = {"id": "3", "label_key": "nvidia.com/gpu.product", "label_value": "NVIDIA-L4", "availability": True,
+      "max_gpu_count": "4", "current_gpu_count": "0", "max_gpu_per_workload": "1", "gpu_memory": 24.0}  # fmt: skip
+JOBS = f"/projects/{fake.PROJECT_ID}/jobs"
+
+
+class NoPods:
+    """A project's file system, and no machine for any pod."""
+
+    def __init__(self, place: Path) -> None:
+        self.folder = place
+
+    def start(self, script: str, env: Mapping[str, str]) -> None:
+        return None
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.Workbench]:
+    place = tmp_path / "project"
+    place.mkdir()
+    monkeypatch.setattr(api, "_PAUSE_S", 0.001)
+    with fake.Workbench(NoPods(place), "127.0.0.1", host="127.0.0.1") as made:
+        monkeypatch.setenv("CDSW_APIV2_KEY", made.key)
+        yield made
+
+
+def file(there: fake.Workbench, block: dict[str, Any] | None = None, **fields: Any) -> Deployment:
+    whole = {"workbench": there.url, "project": fake.PROJECT, **(block or {})}
+    return deployment(target="cloudera", cloudera=whole, **{"name": "one", **fields})
+
+
+def connected(there: fake.Workbench, **block: Any) -> Workbench:
+    whole = Cloudera(workbench=there.url, project=fake.PROJECT, **block)
+    workbench = session.connect(whole)
+    session.find_project(workbench, whole)
+    return workbench
+
+
+def problems(there: fake.Workbench, block: dict[str, Any] | None = None, **fields: Any) -> list[Problem]:
+    targets.load.cache_clear()
+    return targets.load("cloudera").check(file(there, block, **fields))
+
+
+def body_of_job(**more: Any) -> dict[str, Any]:
+    return {"name": "one", "script": "a.py", "cpu": 1.0, "memory": 1.0, "runtime_identifier": fake.RUNTIME, **more}
+
+
+# ---- the API ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_page_of_a_list_is_read_though_the_workbench_gives_two_rows_each(there: fake.Workbench) -> None:
+    there.labels = [{**L4, "id": str(number)} for number in range(5)]
+    assert [row["id"] for row in connected(there).gpu_labels()] == ["0", "1", "2", "3", "4"]
+    assert sum(call.endswith("/nodelabels") for call in there.calls) == 3
+
+
+def test_a_busy_workbench_is_asked_again_and_a_broken_one_is_not(there: fake.Workbench) -> None:
+    workbench = connected(there)
+    there.refusals = [(429, "slow down"), (503, "upgrading")]
+    assert workbench.project()["name"] == fake.PROJECT
+    there.refusals = [(500, "panic")]
+    with pytest.raises(HttpError, match="panic"):
+        workbench.project()
+    there.refusals = [(429, "slow down")] * 4
+    with pytest.raises(HttpError, match="slow down"):
+        workbench.project()
+
+
+def test_a_key_that_is_refused_says_what_may_be_wrong_with_it(
+    there: fake.Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CDSW_APIV2_KEY", "of-last-year")
+    with pytest.raises(UserError, match="refuses the API key: it is wrong, has expired") as refused:
+        connected(there)
+    assert "User Settings > API Keys" in (refused.value.hint or "")
+    [problem] = problems(there)
+    assert "refuses the API key" in problem.message
+
+
+def test_a_key_comes_from_a_file_or_the_environment(
+    there: fake.Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_text(f"{there.key}\n")
+    monkeypatch.delenv("CDSW_APIV2_KEY")
+    assert connected(there, key_file=str(key_file)).project_id == fake.PROJECT_ID
+    with pytest.raises(UserError, match="CDSW_APIV2_KEY is not set"):
+        connected(there)
+    key_file.write_text("\n")
+    with pytest.raises(UserError, match="the file is empty"):
+        connected(there, key_file=str(key_file))
+    with pytest.raises(UserError, match="cannot read the API key"):
+        connected(there, key_file=str(tmp_path / "no"))
+
+
+@pytest.mark.parametrize("upload", ["PUT", "POST"])
+def test_files_go_up_by_either_method_and_come_down_whole(there: fake.Workbench, upload: str) -> None:
+    there.upload = upload
+    workbench, data = connected(there), bytes(range(256)) * 9 + b"\r\n--penstock"
+    workbench.upload(".penstock/a b/c.bin", data)
+    assert workbench.download(".penstock/a b/c.bin") == data
+    assert workbench.download(".penstock/no") is None
+    assert [row["path"] for row in workbench.files(".penstock")] == [".penstock/a b"]
+    with pytest.raises(HttpError, match="not empty"):
+        workbench.delete_file(".penstock/a b")
+    workbench.delete_file(".penstock/a b/c.bin")
+    workbench.delete_file(".penstock/a b/c.bin")
+    assert workbench.files(".penstock/a b") == []
+
+
+def test_the_code_is_sent_once_for_each_version(there: fake.Workbench) -> None:
+    workbench = connected(there)
+    for _ in range(2):
+        folder.send_code(workbench, code_archive())
+    assert there.calls.count(f"PUT /api/v2/projects/{fake.PROJECT_ID}/files") == 1
+    data = (there.pods.folder / ".penstock" / "code" / f"{code_archive().hash}.zip").read_bytes()
+    assert "penstock/node/__main__.py" in zipfile.ZipFile(io.BytesIO(data)).namelist()
+
+
+def test_a_workbench_with_a_certificate_of_its_own_needs_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "1", "-nodes"]
+    pair = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
+    argv = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", *words, *pair]
+    subprocess.run(argv, check=True, capture_output=True)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    with fake.Workbench(NoPods(tmp_path), "127.0.0.1", tls=tls, host="127.0.0.1") as made:
+        monkeypatch.setenv("CDSW_APIV2_KEY", made.key)
+        with pytest.raises(PenstockError, match="secure connection"):
+            connected(made)
+        assert connected(made, ca_file=str(tmp_path / "cert.pem")).project_id == fake.PROJECT_ID
+        with pytest.raises(UserError, match="cannot read certificates"):
+            connected(made, ca_file=str(tmp_path / "no.pem"))
+
+
+# ---- bodies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vintage", ["cloud", "on-prem"])
+def test_a_body_is_judged_by_the_workbenchs_own_description(vintage: description.Vintage) -> None:
+    judge = Judge.read(description.swagger(vintage))
+    good = body_of_job(environment={"A": "b"}, accelerator_label_id="3")
+    assert judge.problems("POST", JOBS, good) == []
+    bad = body_of_job(environment="{}", accelerator_label_id=3, cpu="1", nvidia_gpu=1.5, gpus=1)
+    assert judge.problems("POST", JOBS, bad) == [
+        "cpu: '1' is no double",
+        "environment: '{}' is no object",
+        "accelerator_label_id: 3 is no int64",
+        "nvidia_gpu: 1.5 is no int32",
+        "gpus: this version has no such field",
+    ]
+    assert judge.takes("POST", JOBS, "resource_group_id") == (vintage == "cloud")
+    assert judge.knows("GET", "/workloads/executions") == (vintage == "cloud")
+    assert judge.knows("POST", f"{JOBS}/ab-1/runs/cd-2:stop") and not judge.knows("POST", f"{JOBS}/ab-1:stop")
+
+
+def test_what_a_version_lacks_is_left_out_where_nothing_depends_on_it_and_refused_otherwise() -> None:
+    document = description.swagger("on-prem")
+    del document["definitions"]["CreateJobRequest"]["properties"]["description"]
+    judge = Judge.read(document)
+    assert "description" not in judge.sent("POST", JOBS, body_of_job(description="words"))
+    with pytest.raises(PenstockError, match="takes it otherwise") as refused:
+        judge.sent("POST", JOBS, body_of_job(resource_group_id=1))
+    assert refused.value.detail == "resource_group_id: this version has no such field"
+    with pytest.raises(PenstockError, match="lists no paths"):
+        Judge.read([])
+
+
+def test_the_fake_is_as_strict_as_its_description(there: fake.Workbench) -> None:
+    workbench = connected(there)
+    with pytest.raises(HttpError, match='unknown field "environment_variables"'):
+        workbench._ask("POST", JOBS, body_of_job(environment_variables={}))
+    with pytest.raises(HttpError, match="Not Found"):
+        workbench._ask("GET", "/nowhere")
+    with pytest.raises(HttpError, match=r"script a\.py does not exist"):
+        workbench.create_job(body_of_job())
+    (there.pods.folder / "a.py").touch()
+    job = workbench.create_job(body_of_job(environment={"A": "b"}))
+    assert msgspec.json.decode(job["environment"]) == {"A": "b"}
+    workbench.run_job(job["id"])
+    with pytest.raises(HttpError, match="has an active run"):
+        workbench.run_job(job["id"])
+
+
+# ---- what is left ----------------------------------------------------------------------------------------------------
+
+
+def test_workloads_without_a_run_folder_are_found_and_ended_and_those_of_others_stay(
+    there: fake.Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placing, "_POLL_S", 0.01)
+    (there.pods.folder / "a.py").touch()
+    (there.pods.folder / ".penstock" / "runs" / "two").mkdir(parents=True)
+    (there.pods.folder / ".penstock" / "runs" / "two" / "run.json").touch()
+    workbench = connected(there)
+    for title in (names.workload("lost", "0" * 12, "r0-n0"), names.workload("two", "0" * 12, "r0-n0"), "penstock-own"):
+        workbench.create_job(body_of_job(name=title))
+    workbench.create_application(
+        body_of_job(name=names.workload("lost", "0" * 12, "gateway"), subdomain="penstock-lost")
+    )
+    run_folder(file(there))
+    targets.load.cache_clear()
+    [left] = targets.load("cloudera").leftovers()
+    assert (left.run_id, left.what) == ("lost", '2 workloads of "lost"')
+    assert left.place == f'project "{fake.PROJECT}" of {there.url}'
+    there.workloads.applications.popitem()[1].status = "STOPPED"
+    targets.finish(left)
+    assert there.left() == ["penstock-own", names.workload("two", "0" * 12, "r0-n0")]
+    there.pods.folder.joinpath(".penstock", "runs", "lost").mkdir()
+    there.pods.folder.joinpath(".penstock", "runs", "lost", "run.json").touch()
+    with pytest.raises(PenstockError, match="it was started again"):
+        targets.finish(left)
+
+
+# ---- check -----------------------------------------------------------------------------------------------------------
+
+
+def shown(found: list[Problem]) -> str:
+    return "\n".join(map(str, found))
+
+
+def test_a_deployment_that_fits_has_no_problems_in_either_vintage(there: fake.Workbench) -> None:
+    there.labels = [L4]
+    for vintage in ("cloud", "on-prem"):
+        there.vintage = vintage
+        assert problems(there, hardware={"gpus_per_node": 1, "nodes": 2}) == []
+        assert problems(there) == []
+
+
+def test_all_that_is_wrong_in_the_workbench_is_said_at_once(there: fake.Workbench) -> None:
+    there.labels = [{**L4, "availability": False}, {**L4, "id": "4", "label_value": "NVIDIA-A100-SXM4-80GB"}]
+    there.quotas = [{"accelerator_id": "3", "gpu_quota": "1"}]
+    block = {"gpu_type": "NVIDIA-L4", "runtime": fake.RUNTIME.replace("3.11", "3.10")}
+    there.workloads.create_application({"name": "theirs", "subdomain": "penstock-one", "script": "x"})
+    text = shown(problems(there, block, hardware={"gpus_per_node": 2, "nodes": 3}))
+    assert text.splitlines() == [
+        'cloudera.gpu_type: GPUs of label "NVIDIA-L4" are not available in the workbench now',
+        "hardware.gpus_per_node: 2, but a workload gets at most 1 of NVIDIA-L4 (gpus_per_node: 1, and more nodes)",
+        "hardware.nodes: needs 6 GPUs of NVIDIA-L4, the workbench has 4",
+        "hardware.nodes: needs 6 GPUs of NVIDIA-L4, your quota is 1 "
+        "(ask an administrator: Site Administration > Quotas)",
+        f'cloudera.runtime: "{fake.RUNTIME.replace("3.11", "3.10")}" has Python 3.10 (one with Python 3.11 or later)',
+        "cloudera.shared_memory_mb: the project's pods have 64 MB of /dev/shm, and several GPUs of a pod need 2048 MB "
+        "(set it to 2048, and `up` raises the project's limit, or do so under Project Settings > Advanced)",
+        'name: the application "theirs" has the subdomain penstock-one (give another name)',
+    ]
+
+
+def test_a_label_a_runtime_and_a_project_that_are_not_there_are_named_with_those_that_are(
+    there: fake.Workbench,
+) -> None:
+    there.labels = [L4]
+    text = shown(problems(there, {"gpu_type": "NVIDIA-L40", "runtime": "own:1"}))
+    assert 'has no GPU label "NVIDIA-L40" (did you mean "NVIDIA-L4"?)' in text
+    assert f'has no runtime "own:1" (it has: {fake.RUNTIME})' in text
+    [problem] = problems(there, {"project": "llms"})
+    assert 'cannot use project "llms"' in problem.message and "this key sees no such project" in problem.message
+
+
+def test_several_kinds_of_gpu_need_a_choice_and_no_gpu_is_a_problem(there: fake.Workbench) -> None:
+    assert "has no GPUs" in shown(problems(there, hardware={"gpus_per_node": 1}))
+    there.labels = [L4, {**L4, "id": "4", "label_value": "NVIDIA-A100-SXM4-80GB"}]
+    assert "has 2 kinds of GPU (one of: NVIDIA-A100-SXM4-80GB, NVIDIA-L4)" in shown(
+        problems(there, hardware={"gpus_per_node": 1})
+    )
+    assert problems(there, hardware={"gpu": "l4"}) == []
+    there.labels = [{**L4, "max_gpu_per_workload": "0"}]
+    assert "the site lets no workload have a GPU" in shown(problems(there, hardware={"gpus_per_node": 1}))
+
+
+def test_without_the_right_to_see_jobs_nothing_is_placed(there: fake.Workbench) -> None:
+    workbench = connected(there)
+    workbench.judge()
+    wanted = file(there)
+
+    def refused() -> list[dict[str, Any]]:
+        raise HttpError("403: no right", 403)
+
+    workbench.jobs = refused  # type: ignore[method-assign]
+    found, _ = checks.examine(workbench, wanted)
+    assert [str(problem) for problem in found] == [
+        "target: 403: no right (ask an administrator of the workbench, or the project's owner)"
+    ]
+
+
+def test_the_newest_fitting_runtime_is_taken_with_cuda_for_gpus(there: fake.Workbench) -> None:
+    cuda = fake.RUNTIME.replace("standard", "cuda")
+    there.labels = [L4]
+    there.runtimes[2]["status"] = "ENABLED"
+    there.runtimes.append(fake.runtime("new", "Python 3.11", "Standard", version="2026.08.1-b5"))
+    there.runtimes.append(fake.runtime("newest", "Python 3.14", "Standard", version="2026.09.1-b1"))
+    workbench = connected(there)
+    assert checks.examine(workbench, file(there, hardware={"gpu": "l4"}))[1].runtime == cuda
+    assert checks.examine(workbench, file(there))[1].runtime == "new"
+    there.runtimes = there.runtimes[:1]
+    assert "no enabled runtime with Python 3.11" in shown(problems(there))
+
+
+def test_shared_memory_is_raised_where_the_file_says_so(there: fake.Workbench) -> None:
+    workbench = connected(there)
+    checks.raise_shared_memory(workbench, file(there))
+    assert there.project["shared_memory_limit"] == 64
+    checks.raise_shared_memory(workbench, file(there, {"shared_memory_mb": 4096}))
+    assert there.project["shared_memory_limit"] == 4096
+    checks.raise_shared_memory(workbench, file(there, {"shared_memory_mb": 2048}))
+    assert there.project["shared_memory_limit"] == 4096
+
+
+def test_an_address_that_is_no_workbench_says_so(there: fake.Workbench) -> None:
+    workbench = Workbench(there.url, there.key)
+    workbench._client = type(workbench._client)(there.url, there.key)
+    with pytest.raises(PenstockError, match="not JSON") as refused:
+        workbench._ask("GET", "/x")
+    assert "the workbench's own URL" in (refused.value.hint or "")
+
+
+def test_a_file_with_mistakes_is_refused_without_asking_anyone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CDSW_PROJECT_ID", raising=False)
+    block = {"workbench": "ml.example", "public": True, "cpu": 0, "gateway_memory_gb": -1}
+    wanted = deployment(target="cloudera", cloudera=block, gateway={"auth": "none", "tls_cert": "a", "tls_key": "b"})
+    text = shown(targets.load("cloudera").check(wanted, is_rehearsal=True))
+    assert text.splitlines() == [
+        'cloudera.workbench: "ml.example" is no URL of a workbench (https://HOST, no path)',
+        "cloudera.project: is not set (the name of a project in which you may run jobs)",
+        'gateway.auth: "none", and with cloudera.public everyone could use the engines '
+        "(remove it; clients then need a key of the gateway)",
+        "cloudera.cpu: 0 is not above 0",
+        "cloudera.gateway_memory_gb: -1 is not above 0",
+        "gateway.tls_cert: the workbench ends TLS in front of applications (remove it)",
+    ]

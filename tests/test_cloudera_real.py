@@ -1,0 +1,66 @@
+"""A real engine and a real chat page in the pods of the fake workbench."""
+
+from __future__ import annotations
+
+import http.client
+
+import pytest
+from cloudera_rig import SUBDOMAINS, file_for
+from launching import Place, call, now, wait_ready, wait_until
+
+from penstock.testing.demo_prompts import DEMO_PROMPTS
+from penstock.testing.fake_workbench.server import Workbench
+
+pytestmark = pytest.mark.hosts
+SOON_S = 120.0
+
+
+@pytest.fixture
+def place(workbench_place: Place) -> Place:
+    return workbench_place
+
+
+@pytest.mark.nightly
+@pytest.mark.llamacpp
+def test_the_bundled_model_answers_from_a_pod(place: Place, workbench: Workbench) -> None:
+    """By the real engine; penstock's code and the model come by the API's files."""
+    file = file_for(place, workbench, engine={"kind": "llamacpp"}, cloudera={"public": True})
+    done = call("up", file, "--json")
+    assert done.code == 0, done
+    run = place.run()
+    wait_ready(run, timeout_s=SOON_S)
+    assert run.url == f"http://{SUBDOMAINS[0]}.{workbench.domain}", "clients need no login of the workbench"
+    row = next(row for row in DEMO_PROMPTS if row.kind == "chat")
+    done = call("chat", "one", "-m", row.prompt, "--max-tokens", 12, "--temperature", 0)
+    assert done.code == 0 and done.out.strip(), done
+    assert call("down", "one").code == 0
+
+
+@pytest.mark.nightly
+def test_the_chat_page_is_an_application(place: Place, workbench: Workbench) -> None:
+    done = call("up", file_for(place, workbench, ui=True), "--json")
+    assert done.code == 0, done
+    run = place.run()
+    wait_ready(run)
+    pages = [row for row in workbench.workloads.applications.values() if row.record["name"].endswith("-ui")]
+    assert [row.record["subdomain"] for row in pages] == [SUBDOMAINS[1]]
+    wait_until(lambda: pages[0].status == "RUNNING", "the workbench shows the page as running", SOON_S)
+
+    def state() -> str | None:
+        part = now(run).ui
+        return None if part is None else part.state
+
+    wait_until(lambda: state() == "running", "the page's part is running", SOON_S)
+    assert _get(workbench, SUBDOMAINS[1], key=None) == 302, "without a key the workbench asks for a login"
+    assert _get(workbench, SUBDOMAINS[1], key=workbench.key) == 200
+    assert call("down", "one").code == 0
+
+
+def _get(workbench: Workbench, subdomain: str, key: str | None) -> int:
+    host, _, port = workbench.domain.partition(":")
+    connection = http.client.HTTPConnection(f"{subdomain}.{host}", int(port), timeout=20.0)
+    headers = {"host": f"{subdomain}.{workbench.domain}", **({"authorization": f"Bearer {key}"} if key else {})}
+    connection.request("GET", "/health", headers=headers)
+    status = connection.getresponse().status
+    connection.close()
+    return status

@@ -1,0 +1,93 @@
+"""`up` in a session of the project, by the AMP's own script, and a replica of two pods, on the fake workbench."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cloudera_rig import file_for, left, up
+from launching import PROMPT, Place, call, now, replica_of, wait_ready, wait_until
+
+from penstock.spec import reading
+from penstock.targets.cloudera import amp
+from penstock.testing.fake_engine.requests import expected_text
+from penstock.testing.fake_workbench.server import RUNTIME, Workbench
+
+pytestmark = pytest.mark.hosts
+SOON_S = 90.0
+
+
+@pytest.fixture
+def place(workbench_place: Place) -> Place:
+    return workbench_place
+
+
+def run_script(workbench: Workbench, script: str) -> Any:
+    """A run of a script of the project, as a session or a task of an AMP has it."""
+    loads = workbench.workloads
+    body = {"name": "session", "script": script, "cpu": 1.0, "memory": 2.0, "runtime_identifier": RUNTIME}
+    job = loads.create_job({**body, "environment": {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}})
+    run = loads.run_job(job["id"], {})
+    loads.jobs.pop(job["id"])  # it is no workload of the deployment
+    return loads.runs[run["id"]]
+
+
+@pytest.mark.nightly
+def test_an_amp_starts_its_deployment_from_inside_and_a_laptop_ends_it(place: Place, workbench: Workbench) -> None:
+    file = file_for(place, workbench, gateway={"auth": "keys"})
+    texts = amp.files(reading.load(file))
+    block = yaml.safe_load(texts["amp:deployment.yaml"])
+    block["cloudera"]["workbench"] = workbench.url  # a real one speaks https, by which a session finds it itself
+    (workbench.pods.folder / amp.FILE).write_text(yaml.safe_dump(block))
+    (workbench.pods.folder / amp.SCRIPT).write_text(texts[f"amp:{amp.SCRIPT}"])
+    session = run_script(workbench, amp.SCRIPT)
+    wait_until(lambda: session.is_over, "the session has ended", SOON_S)
+    assert session.status == "SUCCEEDED", session.pod
+    done = call("up", file, "--json")
+    assert done.code == 0 and done.events[0]["was_running"], done
+    run = place.run()
+    wait_ready(run)
+    assert expected_text(PROMPT, 8) in call("chat", "one", "-m", PROMPT, "--max-tokens", 8).out
+    assert call("down", "one").code == 0
+    assert left(workbench) == []
+
+
+def test_two_pods_make_one_replica_and_one_that_is_lost_comes_back(place: Place, workbench: Workbench) -> None:
+    two = {"hardware": {"nodes": 2}, "parallel": {"pipeline": 2}, "engine": {"executor": "mp"}}
+    run, _ = up(place, workbench, **two)
+    wait_ready(run)
+    announcement = replica_of(run).announcement
+    assert announcement is not None and [node.rank for node in announcement.nodes] == [0, 1]
+    assert len({node.address for node in announcement.nodes}) == 2
+    assert expected_text(PROMPT, 8) in call("chat", "one", "-m", PROMPT, "--max-tokens", 8).out
+    jobs = sorted(row["record"]["name"].rpartition("-r")[2] for row in workbench.workloads.jobs.values())
+    assert jobs == ["0-n0", "0-n1"]
+    second = next(row for row in workbench.workloads.runs.values() if row.body["name"].endswith("n1"))
+    second.fault = "fails"
+    wait_until(lambda: second.status == "FAILED", "the second node is lost")
+    began = time.time()
+    wait_until(lambda: len(workbench.workloads.runs) == 3, "its job runs again", SOON_S)
+    wait_until(lambda: _is_ready_since(run, began), "the replica has formed again", SOON_S)
+
+
+def _is_ready_since(run: Any, began: float) -> bool:
+    announcement = replica_of(run).announcement
+    ready = now(run).phase == "ready" and announcement is not None
+    return ready and announcement is not None and (announcement.started_at or 0.0) > began
+
+
+@pytest.mark.nightly
+def test_a_replacement_ends_what_ran_before(place: Place, workbench: Workbench) -> None:
+    run, _ = up(place, workbench)
+    wait_ready(run)
+    before = run.record().id
+    done = call("up", file_for(place, workbench, engine={"max_model_len": 512}), "--replace", "--json")
+    assert done.code == 0, done
+    run = place.run()
+    wait_ready(run)
+    assert run.record().id != before and not [title for title in workbench.left() if before in title]
+    assert expected_text(PROMPT, 8) in call("chat", "one", "-m", PROMPT, "--max-tokens", 8).out

@@ -1,0 +1,71 @@
+"""Target cloudera against the fake workbench, with applications and jobs as processes in namespaces of their own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from cloudera_rig import file_for, fresh_targets, left, up
+from launching import PROMPT, Place, call, now, wait_ready
+
+from penstock import targets
+from penstock.testing.conformance import check_target
+from penstock.testing.fake_engine.requests import expected_text
+from penstock.testing.fake_workbench.server import Workbench
+
+pytestmark = pytest.mark.hosts
+START_S = 60.0
+
+
+@pytest.fixture
+def place(workbench_place: Place) -> Place:
+    return workbench_place
+
+
+def test_cloudera_keeps_the_contract_of_targets(place: Place, workbench: Workbench) -> None:
+    run, launch = place.written(file_for(place, workbench))
+    check_target(targets.load("cloudera"), run, launch, sys.executable, lambda: left(workbench), START_S)
+
+
+def test_a_deployment_lives_in_the_project(place: Place, workbench: Workbench) -> None:
+    run, key = up(place, workbench, replicas=2)
+    wait_ready(run, 2)
+    done = call("chat", "one", "-m", PROMPT, "--max-tokens", 8)
+    assert expected_text(PROMPT, 8) in done.out, done
+    assert call("down", "one").code == 0
+    assert now(run).phase == "down"
+    assert key
+
+
+def test_verbs_work_from_another_machine(
+    place: Place,
+    workbench: Workbench,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run, _ = up(place, workbench)
+    wait_ready(run)
+    assert "penstock: ready after" in call("logs", "one", "--replica", "0").out
+    file = file_for(place, workbench)
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "other"))
+    forget = fresh_targets()
+    done = call("up", file, "--json")
+    assert done.code == 0 and done.events[0]["was_running"], done
+    assert call("scale", "one", 2).code == 0
+    wait_ready(place.run(), 2)
+    assert call("scale", "one", 1).code == 0
+    wait_ready(place.run(), 1)
+    assert call("keys", "list", "--deployment", "one").code == 0
+    assert "first" in capfd.readouterr().out
+    done = call("status", "one")
+    assert "one is ready" in done.out and "its machines until" in done.out, done
+    assert "replica 1 drained and ended" in call("events", "one").out
+    runs = [r.status for r in workbench.workloads.runs.values()]
+    assert sorted(runs) == ["RUNNING", "SUCCEEDED"], "the second replica left by word"
+    assert call("down", "one").code == 0
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
+    forget()
+    here = left(workbench)
+    assert now(run).phase == "down", here
