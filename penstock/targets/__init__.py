@@ -204,6 +204,11 @@ class Target(Facts, ABC):
     def keep_up(self, run: Run) -> None:
         """Called every second or so while the run lives: keeps up what the target holds besides units (tunnels)."""
 
+    def asked_replicas(self, run: Run) -> int | None:
+        """How many replicas another autoscaler of the place asks for (`replicas.actuator`); None where there is none, or
+        where that is not known now."""
+        return None
+
     def rolls(self, run: Run, deployment: Deployment) -> bool:
         """Whether placing this deployment replaces what serves of the run when its successor is ready."""
         return False
