@@ -215,7 +215,9 @@ def _cell(value: float, asked: float | None, is_most: bool = False) -> str:
     if asked is None:
         return shown
     is_kept = value <= asked + 0.005 if is_most else value >= asked - 0.0005
-    return f"{shown} ({'<=' if is_most else '>='} {asked if is_most else f'{asked:.0%}'}{'' if is_kept else ', MISSED'})"
+    return (
+        f"{shown} ({'<=' if is_most else '>='} {asked if is_most else f'{asked:.0%}'}{'' if is_kept else ', MISSED'})"
+    )
 
 
 def traces_table(done: Sequence[Done]) -> str:

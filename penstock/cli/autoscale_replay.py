@@ -81,8 +81,7 @@ def _deployment(path: Path) -> Deployment:
     if isinstance(raw, dict) and "model" in raw:
         return reading.load(path)
     block = raw["replicas"] if isinstance(raw, dict) and set(raw) == {"replicas"} else raw
-    # The one target on which every word of the block is legal.
-    return reading.from_mapping({"model": DEMO_MODEL, "target": "kubernetes", "replicas": block}, f'file "{path}"')
+    return reading.from_mapping({"model": DEMO_MODEL, "replicas": block}, f'file "{path}"')
 
 
 def _replay(options: argparse.Namespace) -> int:

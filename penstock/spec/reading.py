@@ -20,7 +20,7 @@ from penstock.errors import Problem, SpecError, UserError, nearest
 from penstock.spec.blocks import SHARED, UNTYPED
 from penstock.spec.deployment import DEMO_MODEL, TARGETS, Deployment, Observe, default_name, is_legal_name
 from penstock.spec.gateway import is_loopback, setting_problems
-from penstock.spec.scaling import actuator_rules, replicas_rules
+from penstock.spec.scaling import replicas_rules
 from penstock.text import bare_flag
 
 
@@ -361,7 +361,6 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
     if deployment.hardware.subnet is not None and not _is_network(deployment.hardware.subnet):
         yield Problem("hardware.network", f'"{deployment.hardware.subnet}" is not a network', "example: 10.9.0.0/16")
     yield from replicas_rules(deployment.replicas)
-    yield from actuator_rules(deployment)
     if not re.fullmatch(r"[a-z0-9_]+", deployment.engine.load):
         yield Problem("engine.load", f'"{deployment.engine.load}" is not a load format', "example: runai_streamer")
     if deployment.engine.load != "auto" and any(bare_flag(key) == "load-format" for key in deployment.engine.args):

@@ -8,7 +8,7 @@ import zoneinfo
 from collections.abc import Iterator, Sequence
 
 from penstock.errors import Problem
-from penstock.spec.deployment import Deployment, Replicas, ScalingRules, ScheduledMin
+from penstock.spec.deployment import Replicas, ScalingRules, ScheduledMin
 
 _HOURS = re.compile(r"([01]?\d|2[0-4]):([0-5]\d)-([01]?\d|2[0-4]):([0-5]\d)\Z")
 _DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
@@ -31,16 +31,9 @@ def replicas_rules(replicas: Replicas) -> Iterator[Problem]:
             yield from _change_rules(f"replicas.{name}", rules)
     for index, floor in enumerate(replicas.schedule):
         yield from _schedule_rules(f"replicas.schedule[{index}]", floor, replicas.max)
-
-
-def actuator_rules(deployment: Deployment) -> Iterator[Problem]:
-    replicas, path = deployment.replicas, "replicas.actuator"
-    if replicas.actuator == "penstock":
-        return
-    if deployment.target != "kubernetes":
-        yield Problem(path, f'"{replicas.actuator}" is for target kubernetes', "remove it")
-    if not replicas.follows_load:
-        yield Problem(path, f"given, but the number is {replicas.min}", "set replicas.max above replicas.min")
+    path = "replicas.actuator"
+    if replicas.actuator != "penstock" and replicas.min == replicas.max:
+        yield Problem(path, f"given, but the number is always {replicas.min}", "set replicas.max above replicas.min")
     elif replicas.actuator == "hpa" and replicas.min == 0:  # without an alpha feature gate of the cluster
         yield Problem(path, "a HorizontalPodAutoscaler does not go to 0", "set replicas.min: 1, or actuator: keda")
 

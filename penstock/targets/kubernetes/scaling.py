@@ -8,8 +8,10 @@ follows at once, up and down.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from penstock.errors import Problem
 from penstock.planner import Plan
 from penstock.spec.deployment import Deployment
 from penstock.targets.kubernetes import objects, pods
@@ -36,6 +38,38 @@ def objects_of(deployment: Deployment, plan: Plan, hpa: HpaVersion, is_google: b
     return [_dial(deployment, plan), _hpa(deployment, hpa, is_google), *adapter]
 
 
+def problems(deployment: Deployment) -> Iterator[Problem]:
+    """What is wrong in the file."""
+    url, is_keda = block_of(deployment).prometheus_url, deployment.replicas.actuator == "keda"
+    if is_keda and url is None:
+        hint = "the Prometheus that KEDA asks: http://NAME.NAMESPACE.svc:9090"
+        yield Problem("kubernetes.prometheus_url", "is missing with replicas.actuator: keda", hint)
+    elif url is not None and not is_keda:
+        yield Problem("kubernetes.prometheus_url", "is for replicas.actuator: keda", "remove it")
+    elif url is not None and not url.startswith(("http://", "https://")):
+        yield Problem(
+            "kubernetes.prometheus_url", f'"{url}" is no URL', "example: http://prometheus.monitoring.svc:9090"
+        )
+
+
+def foreign_owners(deployment: Deployment, autoscalers: Sequence[Object]) -> Iterator[Problem]:
+    """Objects that set the replicas of one of ours next to penstock. `autoscalers`: of `KINDS`, all of the namespace."""
+    name, dial = deployment.name, objects.dial(deployment.name)
+    replica, ours = objects.replica_set(name, ""), objects.labels(name).items()
+    for row in autoscalers:
+        target = row["spec"].get("scaleTargetRef", {}).get("name", "")
+        number = target.removeprefix(replica) if target.startswith(replica) else ""
+        is_ours = ours <= (row["metadata"].get("labels") or {}).items()
+        is_of_ours = any(  # KEDA makes an HPA for its object
+            owner.get("kind") == "ScaledObject" and owner.get("name") == dial
+            for owner in row["metadata"].get("ownerReferences") or ()
+        )
+        if (target == dial or number.isdigit()) and not (is_ours or is_of_ours):
+            what = f'{row.get("kind", "an autoscaler")} "{row["metadata"]["name"]}" scales "{target}"'
+            hint = "delete it; replicas.actuator says who sets the number"
+            yield Problem("replicas.actuator", f"{what} too, and one alone may", hint)
+
+
 def number_of(dial: Object) -> int:
     """What the other autoscaler asks for."""
     return int(dial["spec"].get("replicas", 1))
@@ -45,12 +79,13 @@ def _dial(deployment: Deployment, plan: Plan) -> Object:
     name = deployment.name
     image = block_of(deployment).gateway_image or pods.image(deployment, plan)
     needs = {"cpu": "1m", "memory": "1Mi"}
-    pod = Pod(COMPONENT, "none", image, ("-c", "pass"), (), needs, 0, has_secrets=False)
-    spec = {
-        "paused": True,
-        "selector": {"matchLabels": objects.labels(name, COMPONENT)},
-        "template": pods.pod_template(deployment, pod),
-    }
+    template = pods.pod_template(deployment, Pod(COMPONENT, "none", image, (), (), needs, 0, has_secrets=False))
+    for unused in ("initContainers", "volumes"):
+        del template["spec"][unused]
+    for unused in ("command", "env", "volumeMounts"):
+        del template["spec"]["containers"][0][unused]
+    selector = {"matchLabels": objects.labels(name, COMPONENT)}
+    spec = {"paused": True, "selector": selector, "template": template}
     return build("apps/v1/Deployment", objects.dial(name), deployment, COMPONENT, spec=spec)
 
 

@@ -57,7 +57,7 @@ _FRESH_S = 1.0
 
 class Kubernetes(Target):
     name = "kubernetes"
-    capabilities = frozenset({"places-gateway", "tunnels", "keeps-weights"})
+    capabilities = frozenset({"places-gateway", "tunnels", "keeps-weights", "actuators"})
     listen = "network"
     has_own_caches = True
     fetches_models = True
