@@ -3,7 +3,7 @@
     python benchmarks/autoscaling.py [--starts 20,100,300,900] [--hours 3] [--seeds 0] [--jobs 2] [--others]
                                      [--hold-out] [--trace FILE --scale-load X] [--rates 0.7] [--pictures FOLDER]
 
-A replica reads 12,000 prompt tokens/s, writes 1,500, runs 64 requests, and gives a stream at most 60 tokens/s; the first
+A replica reads 12,000 prompt tokens/s, writes 1,500, runs 64 requests, gives a stream at most 60 tokens/s; the first
 token is promised in 2 s. --hold-out takes other kinds of traces, on which nothing of the policy was tried. --rates: the
 policy believes so many times the rates that replicas have. Only arithmetic: a trace of three hours takes a few seconds,
 its references (the constant number, the plan that knows the future) half a minute of one core.
@@ -21,8 +21,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-import msgspec
 
 from penstock.bench.report.svg import standalone
 from penstock.deployment.autoscale import Policy
@@ -215,9 +213,8 @@ def _cell(value: float, asked: float | None, is_most: bool = False) -> str:
     if asked is None:
         return shown
     is_kept = value <= asked + 0.005 if is_most else value >= asked - 0.0005
-    return (
-        f"{shown} ({'<=' if is_most else '>='} {asked if is_most else f'{asked:.0%}'}{'' if is_kept else ', MISSED'})"
-    )
+    words = f"<= {asked}" if is_most else f">= {asked:.0%}"
+    return f"{shown} ({words}{'' if is_kept else ', MISSED'})"
 
 
 def traces_table(done: Sequence[Done]) -> str:

@@ -1,4 +1,4 @@
-"""A deployment's life under load, on any target: a burst starts a second replica, silence ends both, a request wakes one.
+"""A deployment's life under load, on any target: a burst starts a second replica, silence ends both, a request wakes.
 
 Judged by counts of requests and by the decision log, not by seconds.
 """

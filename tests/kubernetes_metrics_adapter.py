@@ -1,6 +1,6 @@
 """An external metrics adapter for a test cluster: what HPA asks for, served as Prometheus's adapter does.
 
-    with Adapter(cluster, "penstock_desired_replicas", read) as adapter:     # `read` returns the number, None for no answer
+    with Adapter(cluster, "penstock_desired_replicas", read) as adapter:  # `read`: the number, None for no answer
         ...
         adapter.n_asked
 

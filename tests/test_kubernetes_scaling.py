@@ -1,4 +1,4 @@
-"""Who sets the number of replicas on Kubernetes: the objects for HPA and KEDA, and one owner only. Without a cluster."""
+"""Who sets the number of replicas on Kubernetes: the objects for HPA and KEDA, and one owner only: no cluster."""
 
 from __future__ import annotations
 

@@ -206,8 +206,8 @@ class Target(Facts, ABC):
         """Called every second or so while the run lives: keeps up what the target holds besides units (tunnels)."""
 
     def asked_replicas(self, run: Run) -> int | None:
-        """How many replicas another autoscaler of the place asks for (`replicas.actuator`); None where there is none, or
-        where that is not known now. Only with the capability "actuators"."""
+        """How many replicas another autoscaler of the place asks for (`replicas.actuator`); None where there is none,
+        or where that is not known now. Only with the capability "actuators"."""
         return None
 
     def rolls(self, run: Run, deployment: Deployment) -> bool:

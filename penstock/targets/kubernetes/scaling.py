@@ -53,7 +53,7 @@ def problems(deployment: Deployment) -> Iterator[Problem]:
 
 
 def foreign_owners(deployment: Deployment, autoscalers: Sequence[Object]) -> Iterator[Problem]:
-    """Objects that set the replicas of one of ours next to penstock. `autoscalers`: of `KINDS`, all of the namespace."""
+    """Objects that set the replicas of one of ours next to penstock. `autoscalers`: all those of `KINDS`."""
     name, dial = deployment.name, objects.dial(deployment.name)
     replica, ours = objects.replica_set(name, ""), objects.labels(name).items()
     for row in autoscalers:
@@ -103,7 +103,7 @@ def _behavior(deployment: Deployment) -> Object:
 def _hpa(deployment: Deployment, version: HpaVersion, is_google: bool) -> Object:
     """The sum over "1 for each pod" is the gauge itself; a dial without pods leaves nothing for HPA's tolerance."""
     name = f"prometheus.googleapis.com|{GAUGE}|gauge" if is_google else GAUGE
-    # https://cloud.google.com/kubernetes-engine/docs/how-to/horizontal-pod-autoscaling: labels of a metric by their path
+    # Labels by their path: https://cloud.google.com/kubernetes-engine/docs/how-to/horizontal-pod-autoscaling
     label = "metric.labels.deployment" if is_google else "deployment"
     metric = {"name": name, "selector": {"matchLabels": {label: deployment.name}}}
     external = {"metric": metric, "target": {"type": "AverageValue", "averageValue": "1"}}
