@@ -27,7 +27,7 @@ from penstock.deployment.autoscale import Policy
 from penstock.spec.deployment import Replicas
 from penstock.testing.scaling import pictures, traces
 from penstock.testing.scaling.comparison import OURS, Follower, Row, first_replicas, others
-from penstock.testing.scaling.scores import Scores, reference, scores
+from penstock.testing.scaling.scores import Scores, constant_peak, reference, scores
 from penstock.testing.scaling.simulator import Capacity, Outcome, Scaler, simulate
 from penstock.testing.scaling.traces import HOUR_S, Trace
 
@@ -148,19 +148,22 @@ HOLD_OUT: dict[str, Callable[[float, int], Trace]] = {
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def trace_of(task: Task) -> Trace:
-    duration_s = task.hours * HOUR_S
-    if task.file is not None:
-        return traces.scaled(traces.repeated(traces.read(Path(task.file)), duration_s), task.scale_load)
-    return (HOLD_OUT.get(task.name) or traces.NAMED[task.name])(duration_s, task.seed)
+@functools.lru_cache(maxsize=1)
+def trace_and_peak(name: str, seed: int, hours: float, file: str | None, scale_load: float) -> tuple[Trace, int]:
+    """The trace, and the constant number for it: the same for all start times, which come one after another."""
+    if file is not None:
+        trace = traces.scaled(traces.repeated(traces.read(Path(file)), hours * HOUR_S), scale_load)
+    else:
+        trace = (HOLD_OUT.get(name) or traces.NAMED[name])(hours * HOUR_S, seed)
+    return trace, constant_peak(trace, Capacity())
 
 
 def run(task: Task) -> Done:
-    trace = trace_of(task)
+    trace, peak = trace_and_peak(task.name, task.seed, task.hours, task.file, task.scale_load)
     capacity = Capacity(task.start_s)
     replicas = Replicas(min=1, max=MOST)
     policy = Policy(replicas, task.start_s, 12_000 * task.rates, 1_500 * task.rates)
-    known = reference(trace, capacity)
+    known = reference(trace, capacity, peak=peak)
     first = first_replicas(trace, Policy(replicas, task.start_s))
     rows: list[Row] = []
     scalers: dict[str, Scaler] = {OURS: Follower(policy), **(others(policy) if task.with_others else {})}
@@ -239,10 +242,10 @@ def main() -> int:
     tasks = [
         Task(name, start_s, seed, options.hours, options.rates, options.others, file, options.scale_load,
              options.pictures)
-        for start_s in options.starts for name in names for seed in options.seeds for file in files
+        for name in names for seed in options.seeds for file in files for start_s in options.starts
     ]  # fmt: skip
     with multiprocessing.Pool(options.jobs) as pool:
-        done = pool.map(run, tasks, chunksize=1)
+        done = pool.map(run, tasks, chunksize=len(options.starts))
     if not (options.hold_out or options.trace):
         for name in list(done[0].scores):
             print(f"{name}\n\n{bars_table(done, options.starts, name)}\n")
