@@ -4,7 +4,7 @@
                                      [--hold-out] [--trace FILE --scale-load X] [--rates 0.7] [--pictures FOLDER]
 
 A replica reads 12,000 prompt tokens/s, writes 1,500, runs 64 requests, gives a stream at most 60 tokens/s; the first
-token is promised in 2 s. --hold-out takes other kinds of traces, on which nothing of the policy was tried. --rates: the
+token is promised in 2 s. --hold-out takes other kinds of traces. --rates: the
 policy believes so many times the rates that replicas have. Only arithmetic: a trace of three hours takes a few seconds,
 its references (the constant number, the plan that knows the future) half a minute of one core.
 """
@@ -198,7 +198,7 @@ def bars_table(done: Sequence[Done], starts: Sequence[float], name: str = OURS) 
         shocks = [row.attainment for trace, row in rows if trace in SHOCKS]
         if not five:
             continue
-        bar, worst = BARS.get(start_s), min(five, key=lambda row: row[1].attainment)
+        bar, worst = BARS.get(start_s) if name == OURS else None, min(five, key=lambda row: row[1].attainment)
         cells = [
             _cell(mean(row.attainment for _, row in five), bar and bar.mean),
             f"{_cell(worst[1].attainment, bar and bar.worst)} {worst[0]}",
