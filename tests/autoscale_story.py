@@ -37,9 +37,15 @@ def live(run: Run, key: str | None = None, timeout_s: float = 60.0, at_two: Call
         stream.check_is_whole()
     wait_until(lambda: number_of(run) == (0, 0), "nobody asks: all replicas end", 2 * timeout_s)
     ask(run, key=key)
+    # What a controller in a cluster noted reaches this machine a moment later.
+    wait_until(lambda: any(row["from"] == 0 for row in decisions_of(run)), "the log has the wake")
+    check_log(decisions_of(run))
+
+
+def decisions_of(run: Run) -> list[dict[str, Any]]:
     told = call("autoscale", "explain", run.name, "--since", "1h", "--json")
     assert told.code == 0, told
-    check_log(told.events)
+    return told.events
 
 
 def check_log(decisions: Sequence[dict[str, Any]]) -> None:
