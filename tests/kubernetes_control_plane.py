@@ -62,7 +62,8 @@ class ControlPlane:
             [str(CACHE / "kube-controller-manager"), *own, f"--service-account-private-key-file={self.key}"]
             + [f"--root-ca-file={self.certificate}", f"--node-monitor-grace-period={grace}s"]
             + ["--node-monitor-period=1s", "--node-startup-grace-period=10s", "--pvclaimbinder-sync-period=2s"]
-            + ["--node-eviction-rate=10", "--unhealthy-zone-threshold=0.99", "--pod-eviction-timeout=1s"],
+            + ["--node-eviction-rate=10", "--unhealthy-zone-threshold=0.99", "--pod-eviction-timeout=1s"]
+            + ["--horizontal-pod-autoscaler-sync-period=1s"],
         )
 
     def start_api(self) -> None:

@@ -126,12 +126,12 @@ def private_folders(run_id: str) -> list[Path]:
 class Asking:
     """One streamed request in a thread: its text, or the error that ended it."""
 
-    def __init__(self, url: str, n_tokens: int, prompt: str = PROMPT) -> None:
+    def __init__(self, url: str, n_tokens: int, prompt: str = PROMPT, key: str | None = None) -> None:
         self.prompt, self.n_tokens = prompt, n_tokens
         self.text = ""
         self.reply: Reply | None = None
         self.error: PenstockError | None = None
-        self._client = Client(url, timeout_s=DEADLINE_S)
+        self._client = Client(url, api_key=key, timeout_s=DEADLINE_S)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 

@@ -147,3 +147,22 @@ def test_a_queue_that_stands_orders_one_whatever_the_rates_promise() -> None:
     rows = [sample(float(t), held=5, ready=1, arrivals=1) for t in range(20)]
     found = numbers(Policy(bounded()), rows)
     assert found[2] == 1 and found[8:] == [2] * 12
+
+
+def test_what_was_late_makes_it_keep_more_for_longer() -> None:
+    """The same minute of load an hour; only the promises differ."""
+
+    def when_dropped(n_late: int) -> int:
+        rows = [sample(float(t), 20 if t < 60 else 2) for t in range(1500)]
+        rows = [msgspec.structs.replace(row, ttft_good=row.ttft_total - min(row.ttft_total, n_late)) for row in rows]
+        found = numbers(Policy(bounded()), rows)
+        return next(t for t in range(61, 1500) if found[t] < max(found))
+
+    kept, broken = when_dropped(0), when_dropped(1)
+    assert kept < 61 + 200 and broken > 61 + 300
+
+
+def test_a_queue_orders_what_will_have_come_when_a_replica_is_ready() -> None:
+    """Six replicas' load on two: the sooner the end of the queue, the more while it grows."""
+    rows = [sample(float(t), 20, held=10 * t, ready=2) for t in range(40)]
+    assert numbers(Policy(bounded(most=40), start_s=100.0), rows)[-1] > 12

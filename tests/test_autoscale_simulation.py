@@ -141,6 +141,7 @@ def test_replay_answers_each_line_before_it_reads_the_next() -> None:
     [
         ("{", "it is not JSON"),
         ('{"t": NaN}', "it is not JSON"),
+        ("\udcff", "it is not JSON"),  # a byte that is not UTF-8, as standard input has it
         ("[1]", "it is not a sample"),
         ('{"arrivals": 1}', "it is not a sample"),
         ('{"t": 1, "held": "x"}', "it is not a sample"),
@@ -162,6 +163,9 @@ def test_a_wrong_policy_is_refused_with_all_its_problems(capsys: pytest.CaptureF
     block.write_text("min: 3\nmax: 2\nup: {policies: [{type: Pod, value: 1}]}\n")
     assert main.run(["autoscale", "replay", "-", "--policy", str(block)]) == 2
     assert "replicas.up.policies[0].type" in capsys.readouterr().err
+    block.write_text("")
+    assert main.run(["autoscale", "replay", "-", "--policy", str(block)]) == 2
+    assert "is empty" in capsys.readouterr().err
 
 
 def test_simulate_prints_a_row_for_each_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -45,6 +45,11 @@ SHAPES: dict[str, dict[str, Any]] = {
                        "monitoring": "google"},
         "engine": {"kind": "vllm", "max_model_len": 8192, "env": {"PIP_INDEX_URL": "https://pypi.example.org/simple"}},
     },
+    "hpa": {**SMALL, **BUCKET, "replicas": {"min": 1, "max": 4, "actuator": "hpa"}},
+    "keda": {
+        **SMALL, **BUCKET, "replicas": {"min": 0, "max": 4, "actuator": "keda"},
+        "kubernetes": {"monitoring": "operator", "prometheus_url": "http://prometheus-operated.monitoring.svc:9090"},
+    },
     "weights-and-metrics": {
         **SMALL, "replicas": 2, "observe": {"prometheus": True},
         "kubernetes": {"storage_class": "shared", "hub_token_secret": "hub", "monitoring": "operator"},

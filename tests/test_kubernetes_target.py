@@ -39,7 +39,7 @@ def place(
 
 
 def kinds_left(space: Namespace) -> list[str]:
-    kinds = "all,configmap,secret,pvc,role,rolebinding,serviceaccount,networkpolicy,ingress"
+    kinds = "all,configmap,secret,pvc,role,rolebinding,serviceaccount,networkpolicy,ingress,hpa"
     done = space.kubectl("get", kinds, "-l", "app.kubernetes.io/managed-by=penstock", "-o", "name")
     return sorted(line for line in done.stdout.split() if line)
 

@@ -124,6 +124,7 @@ class Rig:
         fields = {"replicas": {"min": 0, "max": 5}, **fields}
         self.run, self.now = run_folder(deployment(**fields)), NOW
         self.wanted, self.last = AUTO, None
+        self.asked: int | None = None
         self.scaler = self.begin()
 
     def begin(self) -> Scaler:
@@ -134,7 +135,8 @@ class Rig:
         self, rows: GatewayView | None, failed: Sequence[str] = (), refused: Sequence[str] = (), **states: Any
     ) -> int:
         self.now += 1.0
-        self.scaling = self.scaler.step(self.wanted, Look(seen(rows, **states), failed, refused, ()), self.now)
+        look = Look(seen(rows, **states), failed, refused, (), self.asked)
+        self.scaling = self.scaler.step(self.wanted, look, self.now)
         return self.scaling.replicas
 
     def events(self) -> list[str]:
@@ -247,3 +249,42 @@ def test_the_policy_knows_what_a_replica_of_the_plan_can(home: Path) -> None:
     slower = sized(careful, box, "llama-3.1-8b").throughput
     assert slower is not None
     assert slower.decode_tokens_s < can.decode_tokens_s
+
+
+KEDA = {
+    "target": "kubernetes",
+    "replicas": {"min": 0, "max": 5, "actuator": "keda"},
+    "kubernetes": {"prometheus_url": "http://prometheus:9090"},
+    "gateway": {"auth": "keys"},
+}
+
+
+def test_another_autoscaler_sets_the_number_and_hears_what_the_load_needs(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(monkeypatch, 1, 3, **KEDA)
+    rig.asked = 1
+    assert rig.step(READY, r0="placed") == 1
+    assert (rig.step(READY, r0="placed"), rig.scaling.published) == (1, 3), "it has not heard yet"
+    rig.asked = 3
+    assert rig.step(READY, r0="placed") == 3
+    assert rig.wishes.befores[-1] == 3, "what the load needed, not what is there"
+    assert rig.scaling.reason == "keda asks for 3; load 3.50"
+    rig.asked = None
+    assert rig.step(READY, r0="placed") == 3, "an API that is silent changes nothing"
+    rig.asked = 9
+    assert rig.step(READY, r0="placed") == 5, "the file's bounds"
+    rig.wanted = Desired("up", 2, is_pinned=True)
+    assert (rig.step(READY, r0="placed"), rig.scaling.published) == (2, 2)
+
+
+def test_a_held_request_wakes_one_before_the_other_autoscaler_hears_of_it(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(monkeypatch, 0, 0, 1, **KEDA)
+    rig.asked = 0
+    assert rig.step(READY, r0="placed") == 0
+    rig.now -= 0.8
+    assert (rig.step(rows_with(waiting=1)), rig.scaling.published) == (1, 1)
+    assert rig.step(rows_with(waiting=1)) == 1, "and it stays while it is held for"
+    assert rig.step(rows_with(), r0="placed") == 1, "and while it loads"

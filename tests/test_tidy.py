@@ -226,6 +226,7 @@ def test_a_target_has_these_methods_and_every_capability_is_read() -> None:
         "order",
         "keep_up",
         "rolls",
+        "asked_replicas",
     }
     from_anywhere = {"adopt", "leftovers", "tunnel", "inside", "end_weights"}
     assert methods == placing | from_anywhere

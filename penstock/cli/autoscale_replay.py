@@ -78,6 +78,8 @@ def _deployment(path: Path) -> Deployment:
         raise UserError(f'could not read "{path}": {exc.strerror}', hint="Check the path.") from exc
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError):
         raw = {"model": DEMO_MODEL}  # `load` says what is wrong
+    if raw is None:
+        raise UserError(f'file "{path}" is empty', hint="Write a deployment file, or the block `replicas` alone.")
     if isinstance(raw, dict) and "model" in raw:
         return reading.load(path)
     block = raw["replicas"] if isinstance(raw, dict) and set(raw) == {"replicas"} else raw
@@ -125,7 +127,7 @@ def _sample(line: str, where: str) -> Sample:
     hint = "docs/how-to/autoscaling.md has the fields of a sample."
     try:
         raw = msgspec.json.decode(line)
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeError) as exc:
         raise UserError(f"{where}: it is not JSON", detail=str(exc), hint=hint) from exc
     try:
         sample = msgspec.convert(_whole(raw), Sample)

@@ -10,7 +10,7 @@ of finished requests stands for it. Three questions are asked each second, and t
 - What does the load of the last two minutes need, where its trend puts it when a replica ordered now is ready? A
   reserve that grows with the root of the load carries its noise.
 - What did the last seconds need? Work W that came within s seconds can be served in time by W / (s + slack) replicas.
-- What drains the queue by the time a replica could be ready?
+- What empties the queue, with what will have come by the time that a replica is ready, half a start later?
 
 What was needed once is kept for a time. Each number of replicas remembers when it was needed last, and the pauses after
 which it was needed again; it is kept over a pause where that cost less, in the past, than having to start again.
@@ -41,8 +41,17 @@ _LEAST_QUEUE_S = 4.0
 _MEMORY = 0.999  # of the means of requests, a second: 1,000 s
 _LEAST_HOLD_S, _MOST_HOLD_S = 150.0, 900.0
 _DEAD_BAND = 0.4
-# A second without a replica that is needed costs as much as so many seconds of a replica that is not.
-_PRICE = 20.0
+# A second without a replica that is needed costs as much as so many seconds of a replica that is not: least where the
+# promise is kept, and more for each part of the last hour's first tokens that was late.
+_LEAST_PRICE, _MOST_PRICE, _PRICE_OF_LATE = 50.0, 160.0, 2000.0
+_GOOD_SHARE, _HOUR_MEMORY = 0.985, 0.9997
+# At the highest price: so much longer is the least hold, and the longest; so many roots of the load are in reserve.
+_DEAR_LEAST, _DEAR_MOST, _DEAR_RESERVE = 1.5, 2.0, 0.7
+_QUICK_S = 100.0  # with longer starts more tokens are late whatever is kept: the price rises less
+_HOLD_STARTS = 0.6
+# A queue is to be empty in half a start; what comes until then is that of the last 30 s.
+_QUEUE_SPAN, _DRAIN_STARTS = 30, 0.5
+_TREND = 0.8  # a trend does not last
 _N_PAUSES, _SHORT_PAUSE_S = 8, 30.0
 _MOST_LEVELS = 512
 _MOST_CAUTION, _BAD_SHARE = 1.5, 0.9
@@ -99,20 +108,20 @@ class Policy(msgspec.Struct, frozen=True):
 
 
 class Level(msgspec.Struct, frozen=True):
-    """One number of replicas: when the load needed it last, since when without a pause, for how long it is kept then.
+    """One number of replicas: when the load needed it last, and since when without a pause.
 
     `pauses`: (seconds until it was needed again, seconds that it had been needed), the newest last.
     """
 
     needed_t: float
     since_t: float
-    hold_s: float
     pauses: tuple[tuple[float, float], ...] = ()
 
 
 class Means(msgspec.Struct, frozen=True):
     """What requests are like: sums that forget over 1,000 s. `noise_s`: the load's variance in a second over its mean;
-    `caution`: what the load is multiplied by, more than 1 after promises were broken while requests queued."""
+    `hour_good`, `hour_total`: first tokens of about an hour. `caution`: what the load is multiplied by, more than 1
+    after promises were broken while requests queued."""
 
     requests: float = 0.0
     prompts_s: float = 0.0
@@ -121,6 +130,8 @@ class Means(msgspec.Struct, frozen=True):
     noise_s: float = 0.3
     ttft_good: float = 0.0
     ttft_total: float = 0.0
+    hour_good: float = 0.0
+    hour_total: float = 0.0
     caution: float = 1.0
 
 
@@ -186,10 +197,10 @@ def scale(recent: Recent, state: State, policy: Policy, now: float) -> Decision:
         gap_s = new[0].t - state.t - 1.0
         state = msgspec.structs.replace(_moved(state, gap_s), prefill=(), decode=(), buckets=(), bucket=(0.0, 0.0))
     if state.t is None:
-        state = _begun(new[0], before, policy)
+        state = _begun(new[0], before)
     last, counted = new[-1], _counted(state, new, policy)
     need = _slo_need(state, counted, last, policy) if asked.metric == "slo" else _metric_need(counted, last, policy)
-    wanted, counted, reason = _kept(counted, need, before, policy, last.t)
+    wanted, counted, reason = _kept(counted, need, before, policy, last.t, _dear(state.means, policy))
     number, reason = _guarded(wanted, before, last, counted, policy, reason)
     number, counted, reason = _limited(number, before, counted, asked, last.t, reason)
     floor = _floor(policy, last.t)
@@ -249,10 +260,10 @@ def _moved(state: State, by_s: float) -> State:
     )
 
 
-def _begun(first: Sample, before: int, policy: Policy) -> State:
+def _begun(first: Sample, before: int) -> State:
     """What was there before is kept for a while, since nothing is known of the load that it was for."""
-    t, hold_s = first.t - 1.0, _least_hold_s(policy)
-    levels = tuple(Level(t, t, hold_s) for _ in range(min(before, _MOST_LEVELS)))
+    t = first.t - 1.0
+    levels = tuple(Level(t, t) for _ in range(min(before, _MOST_LEVELS)))
     in_flight = max(0, first.in_flight - first.arrivals)
     return State(t=t, replicas=before, asked_t=t, levels=levels, in_flight=in_flight)
 
@@ -303,7 +314,7 @@ def _queues(sample: Sample) -> bool:
 
 
 def _averaged(means: Means, sample: Sample, read_s: float, in_flight: int, elapsed: int) -> Means:
-    decay, minute = _MEMORY**elapsed, 0.983**elapsed
+    decay, minute, hour = _MEMORY**elapsed, 0.983**elapsed, _HOUR_MEMORY**elapsed
     finished = max(0, in_flight + sample.arrivals - sample.in_flight)
     return Means(
         requests=means.requests * decay + sample.arrivals,
@@ -313,6 +324,8 @@ def _averaged(means: Means, sample: Sample, read_s: float, in_flight: int, elaps
         noise_s=means.noise_s,
         ttft_good=means.ttft_good * minute + sample.ttft_good,
         ttft_total=means.ttft_total * minute + sample.ttft_total,
+        hour_good=means.hour_good * hour + sample.ttft_good,
+        hour_total=means.hour_total * hour + sample.ttft_total,
         caution=means.caution,
     )
 
@@ -351,6 +364,7 @@ def _slo_need(before: State, state: State, last: Sample, policy: Policy) -> _Nee
     ahead = mean + _growth(before, policy)
     # A start of minutes needs more: what comes meanwhile cannot be answered by another replica.
     share = 0.3 + 0.15 * min(1.0, max(0.0, (policy.start_s - 100) / 200))
+    dear = _dear(before.means, policy)
     need = ahead + share * math.sqrt(ahead)
     words = f"the load of {min(count, _WINDOW_S)} s is {mean:.2f} replicas"
     words += f", {ahead:.2f} in {policy.start_s:.0f} s" if ahead > mean else ""
@@ -359,10 +373,14 @@ def _slo_need(before: State, state: State, last: Sample, policy: Policy) -> _Nee
         if span <= count:
             long = min(count, max(span, _DECODE_SPAN_S))
             value = caution * (read[span - 1] / (span + policy.ttft_s / 2) + written[long - 1] / long)
+            value += _DEAR_RESERVE * dear * math.sqrt(value)
             if value > best.replicas:
                 best = _Need(value, f"the last {span} s brought the work of {value:.2f} replicas")
     waiting = last.held + sum([replica.waiting for replica in last.replicas])
-    queue = mean + waiting * _work_s(before.means, policy) / max(60.0, policy.start_s)
+    short = min(count, _QUEUE_SPAN)
+    rate = max(mean, caution * (read[short - 1] + written[short - 1]) / max(short, _FIRST_S))
+    queue_s = waiting * _work_s(before.means, policy) + (_queue_to_come(rate, last, policy) if waiting else 0.0)
+    queue = rate + queue_s / (_DRAIN_STARTS * max(60.0, policy.start_s))
     live = sum([replica.state != "draining" for replica in last.replicas])
     starts = any(replica.state == "starting" for replica in last.replicas)
     if state.queued_s > max(policy.ttft_s, _LEAST_QUEUE_S) and not starts and live + 1 > max(queue, best.replicas):
@@ -374,6 +392,13 @@ def _slo_need(before: State, state: State, last: Sample, policy: Policy) -> _Nee
             queue, f"{waiting} requests wait, with the load of {mean:.2f} replicas they need {queue:.2f}", best.replicas
         )
     return best
+
+
+def _queue_to_come(mean: float, last: Sample, policy: Policy) -> float:
+    """Seconds of one replica that will have come by the time that more of them are ready, and wait."""
+    ready = sum([replica.state == "ready" for replica in last.replicas])
+    ages = [replica.age_s for replica in last.replicas if replica.state == "starting"]
+    return max(0.0, mean - ready) * max(0.0, policy.start_s - max(ages, default=0.0))
 
 
 def _work_s(means: Means, policy: Policy) -> float:
@@ -395,7 +420,7 @@ def _growth(state: State, policy: Policy) -> float:
     oldest, middle, newest = (sum(recent[n * third : (n + 1) * third]) / third for n in range(3))
     third_s = third * _BUCKET_S
     rise = min(middle - oldest, newest - middle) - 0.7 * math.sqrt(state.means.noise_s * newest / third_s)
-    return min(max(0.0, rise) / third_s * (policy.start_s + 60.0), newest) * state.means.caution
+    return min(max(0.0, rise) / third_s * (policy.start_s + 60.0) * _TREND, newest) * state.means.caution
 
 
 def _metric_need(state: State, last: Sample, policy: Policy) -> _Need:
@@ -422,10 +447,19 @@ def _metric_need(state: State, last: Sample, policy: Policy) -> _Need:
 
 
 def _least_hold_s(policy: Policy) -> float:
-    return max(_LEAST_HOLD_S, min(_MOST_HOLD_S, policy.start_s))
+    return max(_LEAST_HOLD_S, min(_MOST_HOLD_S, _HOLD_STARTS * policy.start_s))
 
 
-def _kept(state: State, need: _Need, before: int, policy: Policy, now: float) -> tuple[int, State, str]:
+def _dear(means: Means, policy: Policy) -> float:
+    """What a replica is worth that is missed: 0 is the least price, 1 the highest."""
+    if means.hour_total < _ENOUGH_REQUESTS:
+        return 0.0
+    late = max(0.0, _GOOD_SHARE - means.hour_good / means.hour_total)
+    share = min(1.0, _PRICE_OF_LATE * late / (_MOST_PRICE - _LEAST_PRICE))
+    return share * min(1.0, _QUICK_S / max(policy.start_s, 1.0))
+
+
+def _kept(state: State, need: _Need, before: int, policy: Policy, now: float, dear: float) -> tuple[int, State, str]:
     """How many to have, with those that were needed a short time ago; the state that knows of this need; why."""
     order = math.ceil(need.replicas - 1e-9)
     kept = need.replicas if need.kept is None else need.kept
@@ -433,13 +467,13 @@ def _kept(state: State, need: _Need, before: int, policy: Policy, now: float) ->
     levels = [*state.levels]
     for index in range(min(marked, policy.replicas.max, _MOST_LEVELS)):
         if index == len(levels):
-            levels.append(Level(now, now, _least_hold_s(policy)))
+            levels.append(Level(now, now))
         else:
-            levels[index] = _needed(levels[index], policy, now)
+            levels[index] = _needed(levels[index], now)
     number, reason = order, f"needs {order}: {need.words}"
     has_window = policy.replicas.down is not None and policy.replicas.down.stabilization_window_seconds is not None
     for index in range(min(before, len(levels)), order, -1):
-        hold_s = 0.0 if has_window else levels[index - 1].hold_s
+        hold_s = 0.0 if has_window else _hold_s(levels[index - 1].pauses, policy, dear)
         past_s = now - levels[index - 1].needed_t
         if past_s <= hold_s:
             number = index
@@ -448,25 +482,26 @@ def _kept(state: State, need: _Need, before: int, policy: Policy, now: float) ->
     return number, msgspec.structs.replace(state, levels=tuple(levels)), reason
 
 
-def _needed(level: Level, policy: Policy, now: float) -> Level:
+def _needed(level: Level, now: float) -> Level:
     pause = now - level.needed_t
     if pause <= _SHORT_PAUSE_S:
-        return Level(now, level.since_t, level.hold_s, level.pauses)
-    pauses = (*level.pauses, (pause, level.needed_t - level.since_t))[-_N_PAUSES:]
-    return Level(now, now, _hold_s(pauses, policy), pauses)
+        return Level(now, level.since_t, level.pauses)
+    return Level(now, now, (*level.pauses, (pause, level.needed_t - level.since_t))[-_N_PAUSES:])
 
 
-def _hold_s(pauses: tuple[tuple[float, float], ...], policy: Policy) -> float:
+def _hold_s(pauses: tuple[tuple[float, float], ...], policy: Policy, dear: float) -> float:
     """The time that would have cost least in these pauses, and in half of one that never ends.
 
     A pause that is held costs its seconds; one that is not, the hold, and the start while the replica was missed.
     """
-    least_s, most_s = _least_hold_s(policy), max(_MOST_HOLD_S, 3 * policy.start_s)
+    price = _LEAST_PRICE + (_MOST_PRICE - _LEAST_PRICE) * dear
+    least_s = _least_hold_s(policy) * (1.0 + _DEAR_LEAST * dear)
+    most_s = max(_MOST_HOLD_S, 3 * policy.start_s) * (1.0 + _DEAR_MOST * dear)
     best, least_cost = least_s, math.inf
     for hold in sorted({least_s, *(min(most_s, max(least_s, 1.15 * pause + 10)) for pause, _ in pauses)}):
         cost, weight = 0.5 * hold, 1.0
         for pause, busy in reversed(pauses):
-            cost += weight * (pause if pause <= hold else hold + _PRICE * min(policy.start_s, busy + 20.0))
+            cost += weight * (pause if pause <= hold else hold + price * min(policy.start_s, busy + 20.0))
             weight *= 0.8
         if cost < least_cost:
             best, least_cost = hold, cost

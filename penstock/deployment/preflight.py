@@ -32,6 +32,9 @@ def unsupported(deployment: Deployment, target: Target) -> list[Problem]:
     if deployment.gateway.on == "job" and "places-gateway" not in target.capabilities:
         message = f'"job", but target {target.name} places no gateway'
         problems.append(Problem("gateway.on", message, "remove it"))
+    if deployment.replicas.actuator != "penstock" and "actuators" not in target.capabilities:
+        message = f'"{deployment.replicas.actuator}", but on target {target.name} penstock sets the number'
+        problems.append(Problem("replicas.actuator", message, "remove it"))
     if deployment.cache.weights != deployment.cache.folder and not target.fetches_models:
         message = f'"{deployment.cache.weights}", but target {target.name} takes a folder'
         problems.append(Problem("cache.weights", message, "give the folder where models from a hub are kept"))

@@ -91,6 +91,7 @@ class Kubernetes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `expose`: how clients outside reach the gateway. `host`, `tls_secret`, `issuer` (cert-manager's ClusterIssuer),
     `ingress_class` and `route_parent` (NAMESPACE/NAME of a Gateway) are for Ingress and HTTPRoute.
     `monitoring`: which objects tell Prometheus where to scrape; "auto" takes those that the cluster knows.
+    `prometheus_url`: that Prometheus, for KEDA (`replicas.actuator: keda`).
     `hub_token_secret`: a Secret whose key "token" is the hub's. `labels`, `annotations`: of every pod. `patch`: a
     strategic merge patch of the pod template of replicas, for all that has no field here.
     """
@@ -123,6 +124,7 @@ class Kubernetes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     route_parent: str | None = None
     inference_pool: bool = False
     monitoring: Literal["auto", "google", "operator", "annotations", "none"] = "auto"
+    prometheus_url: str | None = None
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
     patch: dict[str, Any] = {}

@@ -146,6 +146,8 @@ class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     (requests), kv (share of the cache in use), rate (requests a second): the sum over all replicas divided by `target`,
     absent 10, 64, 0.8; rate has no default. `up`, `down`: limits of changes. `idle_s`: with `min: 0` the last replica
     ends after that time without a request, at the earliest after three start times. `up` starts one in any case.
+    `actuator`: who sets the number, on target kubernetes: penstock's controller, or a HorizontalPodAutoscaler, or KEDA,
+    which then follow the gauge `penstock_desired_replicas`.
     """
 
     min: int = 1
@@ -156,6 +158,7 @@ class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     down: ScalingRules | None = None
     idle_s: float = 900.0
     schedule: tuple[ScheduledMin, ...] = ()
+    actuator: Literal["penstock", "hpa", "keda"] = "penstock"
 
     @property
     def follows_load(self) -> bool:

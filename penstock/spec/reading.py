@@ -229,6 +229,11 @@ def _field_problems(value: Any, hint: Any, path: str) -> Iterator[Problem]:
         for index, item in enumerate(value):
             yield from _field_problems(item, struct, f"{path}[{index}]")
         return
+    items = typing.get_args(hint)[:1] if typing.get_origin(hint) is tuple else ()
+    if isinstance(value, list) and items and typing.get_origin(items[0]) is Literal:
+        for index, item in enumerate(value):
+            yield from _field_problems(item, items[0], f"{path}[{index}]")
+        return
     if typing.get_origin(hint) is dict and isinstance(value, Mapping):
         for key, item in value.items():
             yield from _field_problems(item, typing.get_args(hint)[1], _join(path, key))

@@ -31,6 +31,11 @@ def replicas_rules(replicas: Replicas) -> Iterator[Problem]:
             yield from _change_rules(f"replicas.{name}", rules)
     for index, floor in enumerate(replicas.schedule):
         yield from _schedule_rules(f"replicas.schedule[{index}]", floor, replicas.max)
+    path = "replicas.actuator"
+    if replicas.actuator != "penstock" and replicas.min == replicas.max:
+        yield Problem(path, f"given, but the number is always {replicas.min}", "set replicas.max above replicas.min")
+    elif replicas.actuator == "hpa" and replicas.min == 0:  # without an alpha feature gate of the cluster
+        yield Problem(path, "a HorizontalPodAutoscaler does not go to 0", "set replicas.min: 1, or actuator: keda")
 
 
 def _change_rules(path: str, rules: ScalingRules) -> Iterator[Problem]:

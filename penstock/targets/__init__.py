@@ -37,8 +37,9 @@ TABLE = {
 }
 _CPUS, _MEMORY_BYTES, _GPU_BYTES = 64, 1024 * GIB, 80 * GIB  # of a machine that was not asked
 # "survey": runs a program on the nodes, for `doctor`. "places-gateway": takes gateway.on: job. "tunnels": its gateway
-# is reached by `tunnel` and `inside`. "keeps-weights": it keeps weights of a deployment beyond its end.
-Capability = Literal["survey", "places-gateway", "tunnels", "keeps-weights"]
+# is reached by `tunnel` and `inside`. "keeps-weights": it keeps weights of a deployment beyond its end. "actuators":
+# another autoscaler of the place may set the number of replicas.
+Capability = Literal["survey", "places-gateway", "tunnels", "keeps-weights", "actuators"]
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -205,6 +206,11 @@ class Target(Facts, ABC):
 
     def keep_up(self, run: Run) -> None:
         """Called every second or so while the run lives: keeps up what the target holds besides units (tunnels)."""
+
+    def asked_replicas(self, run: Run) -> int | None:
+        """How many replicas another autoscaler of the place asks for (`replicas.actuator`); None where there is none,
+        or where that is not known now. Only with the capability "actuators"."""
+        return None
 
     def rolls(self, run: Run, deployment: Deployment) -> bool:
         """Whether placing this deployment replaces what serves of the run when its successor is ready."""

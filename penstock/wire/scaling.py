@@ -7,7 +7,8 @@ import msgspec
 
 class Scaling(msgspec.Struct, frozen=True):
     """The autoscaler's last word: how many `replicas`, of `least` to `most`, and why. `ready_at`: when the next of them
-    is expected to be ready (Unix seconds), None while none starts. `failure`: why the last start failed."""
+    is expected to be ready (Unix seconds), None while none starts. `failure`: why the last start failed. `published`:
+    where another autoscaler sets the number, what it is asked for."""
 
     replicas: int
     least: int
@@ -16,3 +17,4 @@ class Scaling(msgspec.Struct, frozen=True):
     is_pinned: bool = False
     ready_at: float | None = None
     failure: str | None = None
+    published: int | None = None

@@ -155,7 +155,8 @@ class Controller:
         """How many replicas there shall be now, where that follows the load."""
         if self._scaler is None:
             return None
-        look = Look(seen, self.history.failed, self.history.refused, self._memory.leaving)
+        asked = self.target.asked_replicas(self.run)
+        look = Look(seen, self.history.failed, self.history.refused, self._memory.leaving, asked)
         scaling = self._scaler.step(desired, look, time.time())
         self._post_each("/admin/forget", self._scaler.retried)
         failed = {name: row for name, row in self.history.failed.items() if name not in self._scaler.retried}

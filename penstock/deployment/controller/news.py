@@ -27,7 +27,7 @@ def make_news(name: str, state: State, events: tuple[Event, ...], now: float) ->
     return DeploymentNews(
         deployment=name,
         phase=state.phase,
-        desired_replicas=state.desired_replicas,
+        desired_replicas=state.desired_replicas if scaling is None or scaling.published is None else scaling.published,
         states=dict(Counter(row.state for row in state.replicas)),
         n_restarts=sum(row.n_restarts for row in state.replicas),
         reason=state.reason,

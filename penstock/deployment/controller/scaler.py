@@ -55,12 +55,14 @@ class Kept(msgspec.Struct, frozen=True):
 
 class Look(NamedTuple):
     """What the controller knows at this moment. `failed`, `refused` and `leaving` are names of replicas: those whose
-    start failed, those that the target would not place, those whose machines are taken away."""
+    start failed, those that the target would not place, those whose machines are taken away. `asked`: the number that
+    another autoscaler asks for, None where there is none or that is not known now."""
 
     seen: Observation
     failed: Collection[str]
     refused: Collection[str]
     leaving: Collection[str]
+    asked: int | None = None
 
 
 class Scaler:
@@ -78,6 +80,7 @@ class Scaler:
         first = before.replicas if before is not None else run.desired().replicas
         kept = _read(run) or Kept(first, Remembered(replicas=first))
         self._number, self._remembered = kept.replicas, kept.remembered
+        self._needed = kept.replicas  # what the load needs, where another autoscaler sets the number
         self._ordered_at, self._waits_s = dict(kept.ordered_at), kept.waits_s
         self._queued: set[str] = set()
         self._reason, self._noted, self._noted_at = kept.reason, _NUMBERS.sub("#", kept.reason), 0.0
@@ -99,10 +102,12 @@ class Scaler:
             self._sample(look, now)
         before = self._number
         if desired.is_pinned:
+            self._needed = desired.replicas
             self._set(desired.replicas, "pinned")
         else:
             held = look.seen.view.waiting if look.seen.view is not None else 0
             if held and self._number == 0:  # at once, not with the next sample
+                self._needed = 1
                 self._set(1, f"{held} request{'s' if held > 1 else ''} held, and there is no replica")
             elif is_due and self._samples:
                 self._decide(look, now)
@@ -119,7 +124,10 @@ class Scaler:
             without = self._ask([_without(sample, self._queued) for sample in self._samples], now)
             decision = without if without.replicas < self._number else decision
         self._remembered = decision.state
-        self._set(*self._within(decision, now))
+        if self._replicas.actuator == "penstock":
+            self._set(*self._within(decision, now))
+        else:
+            self._follow(decision, look)
 
     def _ask(self, samples: Iterable[Sample], now: float) -> Decision:
         can, start_s = self._plan.throughput, self._expected_start_s()
@@ -128,8 +136,20 @@ class Scaler:
             policy = Policy(self._replicas, start_s, can.prefill_tokens_s, can.decode_tokens_s, can.max_running)
         if self._plan.ttft_ms is not None:
             policy = msgspec.structs.replace(policy, ttft_s=self._plan.ttft_ms / 1000)
-        remembered = msgspec.structs.replace(self._remembered, replicas=self._number)
+        before = self._number if self._replicas.actuator == "penstock" else self._needed
+        remembered = msgspec.structs.replace(self._remembered, replicas=before)
         return scale(Recent(tuple(samples)), remembered, policy, now)
+
+    def _follow(self, decision: Decision, look: Look) -> None:
+        """The number that the other autoscaler sets, once it has heard what the load needs. It hears late: one replica
+        for those who are held starts before, and none ends that loads or is held for."""
+        self._needed, last = decision.replicas, self._samples[-1]
+        asked = self._number if look.asked is None else min(max(look.asked, self._replicas.min), self._replicas.max)
+        number = max(asked, min(1, self._needed))
+        is_loading = any(row.state == "starting" for row in last.replicas)
+        if number < self._number and (last.held or is_loading):
+            number = self._number
+        self._set(number, f"{self._replicas.actuator} asks for {asked}; {decision.reason}")
 
     def _within(self, decision: Decision, now: float) -> tuple[int, str]:
         """What is decided, as far as the target has room, takes orders, and nothing is lost by it."""
@@ -233,7 +253,11 @@ class Scaler:
             is_pinned=desired.is_pinned,
             ready_at=None if ready_at is None else round(ready_at),
             failure=self._failure,
+            published=self._published(),
         )
+
+    def _published(self) -> int | None:
+        return None if self._replicas.actuator == "penstock" else self._needed
 
     def _note(self, before: int, now: float) -> None:
         """An event of a new number, and of a reason of another kind."""

@@ -65,6 +65,8 @@ _KINDS = {
     "networking.gke.io/v1": "GCPBackendPolicy HealthCheckPolicy",
     "monitoring.googleapis.com/v1": "PodMonitoring Rules",
     "monitoring.coreos.com/v1": "ServiceMonitor PodMonitor PrometheusRule",
+    "autoscaling/v1": "HorizontalPodAutoscaler",
+    "keda.sh/v1alpha1": "ScaledObject",
 }
 
 

@@ -16,7 +16,7 @@ from penstock.hardware import Machine
 from penstock.spec.deployment import Deployment, Observe, Ui
 from penstock.spec.secret_names import secret_names
 from penstock.targets import machines_of_file
-from penstock.targets.kubernetes import capacity, objects, quota, rights, traffic, weights
+from penstock.targets.kubernetes import capacity, objects, quota, rights, scaling, traffic, weights
 from penstock.targets.kubernetes.api import Api, ApiError
 from penstock.targets.kubernetes.objects import INSTANCE, MANAGED_BY, MANAGER, Object, block_of
 from penstock.targets.kubernetes.strategic_merge import merged
@@ -53,6 +53,7 @@ def file_problems(deployment: Deployment) -> list[Problem]:
         *_block_problems(deployment),
         *_own_problems(deployment),
         *traffic.problems(deployment),
+        *scaling.problems(deployment),
         *weights.problems(deployment),
         *_observe_problems(deployment),
         *_page_problems(deployment),
@@ -208,6 +209,21 @@ def _owner_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
             yield Problem("name", f'{kind} "{own}" in namespace "{api.namespace}" {owner}', "choose another name")
 
 
+def _actuator_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
+    rows = [{"kind": kind, **row} for kind in scaling.KINDS for row in _known(api, kind)]
+    yield from scaling.foreign_owners(deployment, rows)
+
+
+def _known(api: Api, kind: str) -> list[Object]:
+    """Objects of a kind; none where the cluster has no such kind, or we may not ask."""
+    try:
+        return api.list(kind)
+    except ApiError as exc:
+        if exc.status not in (403, 404):
+            raise
+        return []
+
+
 def _secret_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
     block = block_of(deployment)
     wanted: list[tuple[str, str | None, tuple[str, ...]]] = [
@@ -311,6 +327,13 @@ def _kind_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
         hint = "install Prometheus's operator, or remove it"
         yield Problem("observe.prometheus", "nothing in this cluster reads rules of Prometheus", hint)
     for is_wanted, path, api_version, kind, install in (
+        (
+            deployment.replicas.actuator == "keda",
+            "prometheus_url",
+            scaling.SCALED_OBJECT,
+            "ScaledObject",
+            "KEDA, https://keda.sh",
+        ),
         (block.shape == "lws", "shape", "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "https://lws.sigs.k8s.io"),
         (block.expose == "HTTPRoute", "expose", "gateway.networking.k8s.io/v1", "HTTPRoute", "the Gateway API"),
         (block.issuer is not None, "issuer", "cert-manager.io/v1", "ClusterIssuer", "cert-manager"),
@@ -364,7 +387,7 @@ def _node_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
 _Check = Callable[[Api, Deployment], Iterator[Problem]]
 _OF_CLUSTER: tuple[_Check, ...] = (_kind_problems, _class_problems, _node_problems)
 _OF_NAMESPACE: tuple[_Check, ...] = (
-    *(_right_problems, _owner_problems, _secret_problems, _storage_problems),
+    *(_right_problems, _owner_problems, _actuator_problems, _secret_problems, _storage_problems),
     *(_security_problems, quota.problems, quota.limit_problems),
 )
 

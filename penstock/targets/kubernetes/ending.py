@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from penstock.errors import PenstockError, UserError
 from penstock.run_folder import Left, Run
-from penstock.targets.kubernetes import objects, weights
+from penstock.targets.kubernetes import objects, scaling, weights
 from penstock.targets.kubernetes.api import Api, ApiError
 from penstock.targets.kubernetes.objects import Object
 from penstock.targets.kubernetes.placing import SPARE_S
@@ -25,7 +25,7 @@ _KINDS = (
         "ServiceMonitor",
         "PodMonitor",
     ),
-    *("PrometheusRule", "Rules"),
+    *("PrometheusRule", "Rules", *scaling.KINDS),
     *("RoleBinding", "Role", "ServiceAccount", "Secret", "PersistentVolumeClaim", "ConfigMap"),
 )
 TARGET = "kubernetes"

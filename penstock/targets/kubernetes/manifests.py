@@ -14,7 +14,7 @@ import msgspec
 from penstock.run_folder import Artifact, Launch
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment
-from penstock.targets.kubernetes import archive, monitoring, objects, replicas, services, traffic, weights
+from penstock.targets.kubernetes import archive, monitoring, objects, replicas, scaling, services, traffic, weights
 from penstock.targets.kubernetes.objects import Object
 
 MANIFESTS, REPLICA = "manifests.yaml", "replica.yaml"
@@ -36,10 +36,11 @@ _HEAD_KEY = """ \\
 
 
 class Cluster(msgspec.Struct, frozen=True):
-    """What a cluster has: which objects its Prometheus reads, and whether its Gateways are Google's."""
+    """What a cluster has: which objects its Prometheus reads, whether its Gateways are Google's, and its newest HPA."""
 
     monitors: monitoring.Kinds = "annotations"
     is_gke: bool = False
+    hpa: scaling.HpaVersion = "autoscaling/v2"
 
 
 def artifact(launch: Launch, deployment: Deployment, cluster: Cluster) -> Artifact:
@@ -91,6 +92,7 @@ def _shared_objects(
         *monitoring.monitors(deployment, cluster.monitors),
         *services.gateway(deployment, plan, cluster.monitors),
         *services.controller(deployment, plan),
+        *scaling.objects_of(deployment, plan, cluster.hpa, cluster.monitors == "google"),
         *services.page(deployment, plan),
     ]
 

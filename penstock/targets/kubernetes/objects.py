@@ -94,6 +94,11 @@ def ui(name: str) -> str:
     return f"{name}-ui"
 
 
+def dial(name: str) -> str:
+    """What counts replicas where HPA or KEDA sets their number: a Deployment without pods, and its autoscaler."""
+    return f"{name}-scale"
+
+
 def nodes(name: str) -> str:
     """The headless Service of the replicas' pods."""
     return f"{name}-nodes"

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from penstock import paths
 from penstock.errors import PenstockError
 from penstock.run_folder import Run, Unit, replica, unit_of
-from penstock.targets.kubernetes import folder, manifests, objects, weights, words
+from penstock.targets.kubernetes import folder, manifests, objects, scaling, weights, words
 from penstock.targets.kubernetes.api import Api, ApiError
 from penstock.targets.kubernetes.objects import Object, block_of
 from penstock.targets.kubernetes.view import SETS, by_replica, look, revision_of, wait
@@ -30,6 +30,7 @@ def apply_shared(api: Api, run: Run, units: Collection[Unit]) -> Object:
     _write_secrets(api, run, anchor)
     if "controller" in kinds:
         folder.order(api, run, run.desired())
+    _end_other_actuators(api, run, rest)
     for row in rest:
         if row["kind"] == "Deployment" and row["metadata"]["name"] in left_out:
             continue
@@ -40,6 +41,21 @@ def apply_shared(api: Api, run: Run, units: Collection[Unit]) -> Object:
             continue  # a cluster before 1.21: drains are not slowed down, and nothing else is lost
         apply(api, row if weights.is_kept(row) else objects.owned(row, anchor))
     return anchor
+
+
+def _end_other_actuators(api: Api, run: Run, rows: Sequence[Object]) -> None:
+    """Those of an earlier file: two would each set the number."""
+    wanted = {(row["kind"], row["metadata"]["name"]) for row in rows}
+    for kind in (*scaling.KINDS, "Deployment"):
+        try:
+            found = api.list(kind, objects.labels(run.name, scaling.COMPONENT))
+        except ApiError as exc:
+            if exc.status not in (403, 404):  # a cluster without KEDA, a user who never made one
+                raise
+            continue
+        for name in [row["metadata"]["name"] for row in found]:
+            if (kind, name) not in wanted:
+                api.delete(kind, name)
 
 
 def _write_secrets(api: Api, run: Run, anchor: Object) -> None:

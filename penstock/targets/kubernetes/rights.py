@@ -70,6 +70,10 @@ def _rows(deployment: Deployment) -> Iterator[tuple[str, str, str]]:
         yield _ALL, "gateway.networking.k8s.io", "httproutes"
     if block.inference_pool:
         yield _ALL, "inference.networking.k8s.io", "inferencepools"
+    if deployment.replicas.actuator == "hpa":
+        yield _ALL, "autoscaling", "horizontalpodautoscalers"
+    if deployment.replicas.actuator == "keda":
+        yield _ALL, "keda.sh", "scaledobjects"
     if block.monitoring == "google":
         yield _ALL, "monitoring.googleapis.com", f"podmonitorings{' rules' if has_rules else ''}"
         yield "watch", "", "secrets"  # a Role may only give what its maker has

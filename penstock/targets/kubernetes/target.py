@@ -44,6 +44,7 @@ from penstock.targets.kubernetes import (
     placing,
     pod_logs,
     reasons,
+    scaling,
     weights,
     words,
 )
@@ -56,7 +57,7 @@ _FRESH_S = 1.0
 
 class Kubernetes(Target):
     name = "kubernetes"
-    capabilities = frozenset({"places-gateway", "tunnels", "keeps-weights"})
+    capabilities = frozenset({"places-gateway", "tunnels", "keeps-weights", "actuators"})
     listen = "network"
     has_own_caches = True
     fetches_models = True
@@ -84,7 +85,8 @@ class Kubernetes(Target):
             api = self._api(deployment)
         except PenstockError as exc:
             return [Problem("target", exc.message, exc.hint)]
-        self._cluster = manifests.Cluster(_monitors(api), api.knows("networking.gke.io/v1", "GCPBackendPolicy"))
+        is_gke = api.knows("networking.gke.io/v1", "GCPBackendPolicy")
+        self._cluster = manifests.Cluster(_monitors(api), is_gke, _newest_hpa(api))
         return checks.problems(api, deployment)
 
     def warnings(self, deployment: Deployment) -> tuple[str, ...]:
@@ -152,6 +154,13 @@ class Kubernetes(Target):
         if running:
             folder.note_gateway(api, run, running[-1])
         return placements
+
+    def asked_replicas(self, run: Run) -> int | None:
+        try:
+            dial = self._view(self._api_of(run), run).deployments.get(objects.dial(run.name))
+        except PenstockError:  # `status` has the reason
+            return None
+        return None if dial is None else scaling.number_of(dial)
 
     def _view(self, api: Api, run: Run) -> View:
         before = self._views.get(str(run.path))
@@ -306,6 +315,10 @@ def _with_weights(api: Api, run: Run, placement: Placement, pods: Sequence[Objec
         return placement
     reason = said if is_lost else placement.reason.replace(reasons.WAITS, said)
     return msgspec.structs.replace(placement, reason=reason, is_final=is_lost)
+
+
+def _newest_hpa(api: Api) -> scaling.HpaVersion:
+    return "autoscaling/v2" if api.knows("autoscaling/v2", "HorizontalPodAutoscaler") else "autoscaling/v2beta2"
 
 
 def _monitors(api: Api) -> monitoring.Kinds:

@@ -18,6 +18,8 @@ _WORST_S = 300.0
 # A constant number, and one that knows the future, keep the promise for so many of the requests.
 _STATIC_ATTAINMENT, _ORACLE_ATTAINMENT = 0.99, 0.98
 _MOST_REPLICAS = 64
+_PEAK_WINDOW_S, _SPARE = 2, 2  # a constant number is at most what the busiest seconds bring, and two
+_RESERVES = (0.0, 0.2, 0.4, 0.7, 1.0, 1.5, 2.0)
 
 
 class Reference(msgspec.Struct, frozen=True):
@@ -75,30 +77,38 @@ def _worst(outcome: Outcome, ttft_s: float) -> float:
     return min((kept / total for kept, total in good.values() if total >= 20), default=1.0)
 
 
-def reference(trace: Trace, capacity: Capacity, ttft_s: float = TTFT_S) -> Reference:
-    """The least constant number with 99% in time, and the cheapest plan of one family that has 98%.
+def constant_peak(trace: Trace, capacity: Capacity, ttft_s: float = TTFT_S) -> int:
+    """The least constant number of replicas with 99% in time; how long a start takes changes nothing."""
+    numbers = range(1, _MOST_REPLICAS + 1)
+    busiest = max(_mean_work(trace, capacity, _PEAK_WINDOW_S), default=0.0)
+    most = min(len(numbers), math.ceil(busiest) + _SPARE)
+    return 1 + bisect_left(
+        numbers, _STATIC_ATTAINMENT, hi=most - 1, key=lambda number: _of_constant(trace, capacity, number, ttft_s)
+    )
+
+
+def reference(trace: Trace, capacity: Capacity, ttft_s: float = TTFT_S, peak: int | None = None) -> Reference:
+    """The least constant number with 99% in time, where `peak` does not give it, and the cheapest plan of one family
+    that has 98%.
 
     The family: at each second the replicas that the trace's work needs over a window, plus a reserve; a replica is
     ordered `start_s` before it is needed, and kept over pauses that are shorter than that.
     """
-    numbers = range(1, _MOST_REPLICAS + 1)
-    peak = 1 + bisect_left(
-        numbers,
-        _STATIC_ATTAINMENT,
-        hi=len(numbers) - 1,
-        key=lambda number: _of_constant(trace, capacity, number, ttft_s),
-    )
+    peak = constant_peak(trace, capacity, ttft_s) if peak is None else peak
     peak_hours = peak * trace.duration_s / 3600
-    best = Reference(peak, peak_hours, peak_hours, _of_constant(trace, capacity, peak, ttft_s))
+    best = Reference(peak, peak_hours, peak_hours, _STATIC_ATTAINMENT)
     for window_s in (10, 4):
-        for reserve in (0.0, 0.2, 0.4, 0.7, 1.0, 1.5, 2.0):
-            plan = _plan(trace, capacity, window_s, reserve, peak)
-            outcome = simulate(trace, _follow(plan), capacity, plan[0], ttft_s)
-            share = attainment(outcome, ttft_s)
-            if share >= _ORACLE_ATTAINMENT:
-                if outcome.replica_hours < best.oracle_hours:
-                    best = Reference(peak, peak_hours, outcome.replica_hours, share)
-                break
+        means = _mean_work(trace, capacity, window_s)
+
+        def planned(reserve: float, means: Sequence[float] = means) -> Outcome:
+            plan = _plan(means, capacity, reserve, peak)
+            return simulate(trace, _follow(plan), capacity, plan[0], ttft_s)
+
+        index = bisect_left(_RESERVES, _ORACLE_ATTAINMENT, key=lambda reserve: attainment(planned(reserve), ttft_s))
+        if index < len(_RESERVES):
+            outcome = planned(_RESERVES[index])
+            if outcome.replica_hours < best.oracle_hours:
+                best = Reference(peak, peak_hours, outcome.replica_hours, attainment(outcome, ttft_s))
     return best
 
 
@@ -106,20 +116,20 @@ def _of_constant(trace: Trace, capacity: Capacity, number: int, ttft_s: float) -
     return attainment(simulate(trace, static(number), capacity, number, ttft_s), ttft_s)
 
 
-def _plan(trace: Trace, capacity: Capacity, window_s: int, reserve: float, most: int) -> list[int]:
-    """Replicas to have ordered at each second, by who knows all arrivals."""
+def _mean_work(trace: Trace, capacity: Capacity, window_s: int) -> list[float]:
+    """At each second the work of so many seconds after it and half as many before, in replicas."""
     count = math.ceil(trace.duration_s)
     work = [0.0] * (count + 1)
     for arrival in trace.arrivals:
         seconds = arrival.prompt_tokens / capacity.prefill_tokens_s + arrival.output_tokens / capacity.decode_tokens_s
         work[min(count, int(arrival.t))] += seconds
-    sums = [0.0]
-    for seconds in work:
-        sums.append(sums[-1] + seconds)
-    means = [
-        (sums[min(count, t + window_s)] - sums[max(0, t - window_s // 2)]) / (window_s + window_s // 2)
-        for t in range(count)
-    ]
+    sums = [0.0, *itertools.accumulate(work)]
+    length = window_s + window_s // 2
+    return [(sums[min(count, t + window_s)] - sums[max(0, t - window_s // 2)]) / length for t in range(count)]
+
+
+def _plan(means: Sequence[float], capacity: Capacity, reserve: float, most: int) -> list[int]:
+    """Replicas to have ordered at each second, by who knows all arrivals."""
     need = [min(most, max(1, math.ceil(mean + reserve * math.sqrt(mean)))) for mean in means]
     return _lead(need, math.ceil(capacity.start_s) + 1)
 

@@ -25,8 +25,7 @@ _CODE = Path(__file__).parent / "data" / "azure-2023-code.csv.xz"
 _MEAN_PROMPT, _MEAN_OUTPUT, _SPREAD = 1155.0, 211.0, 1.0
 _MOST_TOKENS = 8192
 _N_LENGTHS = 4093
-# One such request is 0.096 s of prefill and 0.141 s of decode: so many a second are the work of one replica.
-_REQUESTS_A_REPLICA = 1 / (_MEAN_PROMPT / 12_000 + _MEAN_OUTPUT / 1_500)
+_PREFILL_TOKENS_S, _DECODE_TOKENS_S = 12_000.0, 1_500.0  # of the replica whose loads are meant
 _N_RANDOM_LEVELS = 12
 
 
@@ -153,13 +152,22 @@ def _bad_line(path: Path, number: int, exc: Exception) -> UserError:
 # ---- synthetic -------------------------------------------------------------------------------------------------------
 
 
-def _poisson(name: str, duration_s: float, load: Callable[[float], float], seed: int) -> Trace:
-    """Poisson arrivals whose work is `load(t)` replicas at second `t`."""
+def poisson(
+    name: str,
+    duration_s: float,
+    load: Callable[[float], float],
+    seed: int,
+    prompt: float = _MEAN_PROMPT,
+    output: float = _MEAN_OUTPUT,
+) -> Trace:
+    """Poisson arrivals of requests with so many tokens on average, whose work is `load(t)` replicas at second `t`."""
     draw = random.Random(f"{name} {seed}")
-    lengths = [(_length(draw, _MEAN_PROMPT), _length(draw, _MEAN_OUTPUT)) for _ in range(_N_LENGTHS)]
+    lengths = [(_length(draw, prompt), _length(draw, output)) for _ in range(_N_LENGTHS)]
+    # A request of the default lengths is 0.096 s of prefill and 0.141 s of decode.
+    work_s = prompt / _PREFILL_TOKENS_S + output / _DECODE_TOKENS_S
     arrivals = []
     for second in range(int(duration_s)):
-        rate = load(float(second)) * _REQUESTS_A_REPLICA
+        rate = load(float(second)) / work_s
         at = draw.expovariate(rate) if rate > 0 else 1.0
         while at < 1.0:
             arrivals.append(Arrival(second + at, *lengths[int(draw.random() * _N_LENGTHS)]))
@@ -180,7 +188,7 @@ def _day(t: float, period_s: float, bursts: Sequence[tuple[float, float]]) -> fl
 def _day_trace(duration_s: float, seed: int) -> Trace:
     draw = random.Random(f"bursts {seed}")
     bursts = tuple((draw.uniform(0, duration_s), draw.uniform(0.5, 2.5)) for _ in range(int(duration_s // 2400)))
-    return _poisson("day", duration_s, partial(_day, period_s=duration_s, bursts=bursts), seed)
+    return poisson("day", duration_s, partial(_day, period_s=duration_s, bursts=bursts), seed)
 
 
 def _conversations(duration_s: float, seed: int) -> Trace:
@@ -191,7 +199,7 @@ def _conversations(duration_s: float, seed: int) -> Trace:
     for _ in range(int(duration_s) + 1):
         levels.append(min(10.5, 5.5 * math.exp(value)))
         value += -value / 1800 + 0.35 * math.sqrt(2 / 1800) * draw.gauss(0, 1)
-    return _poisson("conversations", duration_s, lambda t: levels[int(t)], seed)
+    return poisson("conversations", duration_s, lambda t: levels[int(t)], seed)
 
 
 def _steps(duration_s: float, seed: int) -> Trace:
@@ -202,7 +210,7 @@ def _steps(duration_s: float, seed: int) -> Trace:
     while len(levels) < duration_s:
         levels += [level] * int(draw.uniform(1800, 3600))
         level = draw.choice([new for new in (1.0, 2.5, 4.0, 6.0, 8.0, 10.0) if abs(new - level) >= 1.5])
-    return _poisson("step", duration_s, lambda t: levels[int(t)], seed)
+    return poisson("step", duration_s, lambda t: levels[int(t)], seed)
 
 
 def _ramp(t: float, duration_s: float) -> float:
@@ -246,12 +254,12 @@ NAMED: dict[str, Callable[[float, int], Trace]] = {
     "code": _code,
     "conversations": _conversations,
     "day": _day_trace,
-    "ramp": lambda duration_s, seed: _poisson("ramp", duration_s, partial(_ramp, duration_s=duration_s), seed),
+    "ramp": lambda duration_s, seed: poisson("ramp", duration_s, partial(_ramp, duration_s=duration_s), seed),
     "step": _steps,
-    "spike": lambda duration_s, seed: _poisson("spike", duration_s, _spike, seed),
-    "square": lambda duration_s, seed: _poisson("square", duration_s, _square, seed),
+    "spike": lambda duration_s, seed: poisson("spike", duration_s, _spike, seed),
+    "square": lambda duration_s, seed: poisson("square", duration_s, _square, seed),
     "constant": _even,
-    "noise": lambda duration_s, seed: _poisson("noise", duration_s, lambda _: 4.0, seed),
+    "noise": lambda duration_s, seed: poisson("noise", duration_s, lambda _: 4.0, seed),
     "silence": _silence,
 }
 

@@ -1,0 +1,111 @@
+"""The number of replicas in a cluster follows the load, set by penstock's controller and by a real HPA."""
+
+# ruff: noqa: F811 - fixtures of test_kubernetes_target
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import autoscale_story
+import pytest
+from autoscale_story import FIELDS, SLOW
+from kubernetes_cluster import Namespace
+from kubernetes_metrics_adapter import Adapter
+from launching import Asking, Place, ask, call, now, wait_until
+from test_kubernetes_target import file_for, place  # noqa: F401 - fixtures
+
+from penstock.errors import PenstockError
+from penstock.run_folder import Run
+from penstock.targets.kubernetes.scaling import GAUGE
+from penstock.wire.client import Client
+
+pytestmark = [pytest.mark.hosts, pytest.mark.xdist_group("kubernetes")]
+PLACE_S = 300.0
+HPA = "/apis/autoscaling/v1"
+
+
+def file_of(place: Place, **fields: Any) -> Path:
+    replicas = {**FIELDS["replicas"], **fields.pop("replicas", {})}
+    return file_for(place, args=SLOW, gateway=FIELDS["gateway"], replicas=replicas, **fields)
+
+
+def up(place: Place, file: Path) -> tuple[Run, str]:
+    done = call("up", file, "--json")
+    assert done.code == 0, done
+    return place.run("one"), str(done.events[0]["key"])
+
+
+def sets(space: Namespace) -> list[str]:
+    return sorted(row["metadata"]["name"] for row in space.objects("statefulsets", "/apis/apps/v1"))
+
+
+def test_the_controller_in_the_cluster_follows_the_load(place: Place, kubernetes: Namespace) -> None:
+    run, key = up(place, file_of(place))
+    at_two: list[str] = []
+    autoscale_story.live(run, key, 90.0, lambda: at_two.extend(sets(kubernetes)))
+    assert at_two == ["one-r0", "one-r1"]
+
+
+def gauge(run: Run, key: str) -> int | None:
+    """What the gateway publishes, None while there is none."""
+    try:
+        page = call("metrics", "--deployment", "one").out
+    except PenstockError:
+        return None
+    match = re.search(rf"^{GAUGE}\{{[^}}]*\}} (\d+)$", page, re.MULTILINE)
+    return int(match[1]) if match else None
+
+
+def dial(space: Namespace) -> int:
+    return int(space.call("GET", "deployments/one-scale/scale", group="/apis/apps/v1")["spec"]["replicas"])
+
+
+def test_a_real_hpa_sets_the_number_from_the_gauge(place: Place, kubernetes: Namespace) -> None:
+    """Burst, drain and pin; each new number is the HPA's, and penstock only follows."""
+    file = file_of(place, replicas={"min": 1, "actuator": "hpa"})
+    run, key = up(place, file)
+    with Adapter(kubernetes.cluster, GAUGE, lambda: gauge(run, key)) as adapter:
+        assert dial(kubernetes) == 1
+        streams = [Asking(run.url, autoscale_story.N_TOKENS, key=key) for _ in range(4)]
+        wait_until(lambda: gauge(run, key) == 2, "the gauge says two", 60.0)
+        kubernetes.wait(lambda: dial(kubernetes) == 2, "HPA sets two", 60.0)
+        wait_until(lambda: len(sets(kubernetes)) == 2, "the controller follows", 60.0)
+        for stream in streams:
+            stream.check_is_whole()
+        kubernetes.wait(lambda: dial(kubernetes) == 1, "HPA sets one", 90.0)
+        wait_until(lambda: len(sets(kubernetes)) == 1, "one has drained", 60.0)
+        assert kubernetes.pods("app.kubernetes.io/component=scale") == [], "the dial has no pods"
+        assert call("scale", "one", 2).code == 0
+        kubernetes.wait(lambda: dial(kubernetes) == 2, "a pinned number goes the same way", 60.0)
+        assert adapter.n_asked > 3
+        reasons = [row["reason"] for row in call("autoscale", "explain", "one", "--json").events]
+        assert any("hpa asks for 2" in reason for reason in reasons), reasons
+    assert call("scale", "one", "auto").code == 0
+    kubernetes.call("PATCH", "deployments/one-scale/scale", {"spec": {"replicas": 1}}, group="/apis/apps/v1")
+    wait_until(lambda: now(run).desired_replicas == 1, "whoever turns the dial is followed", 60.0)
+    ask(run, key=key)
+
+
+def test_another_autoscaler_is_refused_and_one_of_an_earlier_file_ends(place: Place, kubernetes: Namespace) -> None:
+    theirs = {
+        "apiVersion": "autoscaling/v1",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": {"name": "theirs"},
+        "spec": {
+            "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": "one-r0"},
+            "minReplicas": 1,
+            "maxReplicas": 3,
+        },
+    }
+    kubernetes.apply(theirs)
+    refused = call("up", file_of(place, replicas={"min": 1}))
+    assert refused.code == 2
+    assert 'HorizontalPodAutoscaler "theirs" scales "one-r0" too, and one alone may' in refused.err
+    kubernetes.call("DELETE", "horizontalpodautoscalers/theirs", group=HPA)
+    run, key = up(place, file_of(place, replicas={"min": 1, "actuator": "hpa"}))
+    assert [row["metadata"]["name"] for row in kubernetes.objects("horizontalpodautoscalers", HPA)] == ["one-scale"]
+    assert call("up", file_of(place, replicas={"min": 1}), "--replace").code == 0
+    assert kubernetes.objects("horizontalpodautoscalers", HPA) == []
+    assert "one-scale" not in kubernetes.kubectl("get", "deployments", "-o", "name").stdout
+    Client(run.url, api_key=key).models()
