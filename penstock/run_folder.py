@@ -193,7 +193,7 @@ class Run:
         self.events_file = path / "events.jsonl"
         self.fetched_events_file = path / "fetched-events.jsonl"  # of a controller whose folder is elsewhere
         self.store_file = path / "store.sqlite"  # keys and usage, when the file names no other place
-        self.admin_token_file = path / "secrets" / "admin-token"
+        self.admin_token_file, self.owner_key_file = (path / "secrets" / name for name in ("admin-token", "owner-key"))
         self.first_key_file = path / "secrets" / "first-key-hash"  # only where the target brings it to the gateway
         self.gateway_folder = path / "gateway"  # only where the target places the gateway, which may then move
         self.gateway_address_file = self.gateway_folder / "address.json"

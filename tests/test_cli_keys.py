@@ -51,6 +51,32 @@ def test_new_key_stands_alone_on_standard_output(shell: Shell) -> None:
     assert key["expires_at"] == pytest.approx(time.time() + 30 * 86400, abs=60)
 
 
+def test_kept_secret_is_made_anew_only_when_it_is_old_or_gone(tmp_path: Path) -> None:
+    file, store = tmp_path / "secrets" / "owner-key", Store(str(tmp_path / "store.sqlite"))
+    file.parent.mkdir()
+    (secret, is_new), again = (store.keys.keep("owner", file, 100.0, now) for now in (1000.0, 1099.0))
+    assert is_new and again == (secret, False) and file.stat().st_mode & 0o777 == 0o600
+    for n in range(1, 9):
+        newer, is_new = store.keys.keep("owner", file, 100.0, 1000.0 + 100 * n)
+        assert is_new and newer != secret
+        secret = newer
+        # The one before lives on for as long, and no others.
+        ends = [each.expires_at for each in store.keys.find("owner").secrets]
+        assert ends == [1100.0 + 100 * n, None]
+    store.keys.revoke("owner", 1900.0)
+    assert store.keys.keep("owner", file, 100.0, 1901.0)[1]
+    store.close()
+
+
+def test_a_key_has_a_bounded_number_of_secrets(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store.sqlite"))
+    store.keys.create("script", Limits(), 0.0)
+    made = [store.keys.rotate("script", 1000.0, float(second))[1] for second in range(1, 50)]
+    kept = [each.ending for each in store.keys.find("script").secrets]
+    assert kept == [secret[-4:] for secret in made[-16:]]
+    store.close()
+
+
 def test_key_is_rotated_and_revoked_by_name_or_id(shell: Shell) -> None:
     first = as_json(shell, "keys", "create", "alice", "--models", "m,n")
     assert first["models"] == ["m", "n"]

@@ -12,7 +12,7 @@ from penstock.gateway.__main__ import main
 from penstock.gateway.accounting.keys import Keyring, has_token
 from penstock.gateway.accounting.running_totals import new_totals
 from penstock.gateway.config import GatewayConfig, is_local_address, parse_address, parse_config
-from penstock.gateway.origins import origin_headers
+from penstock.gateway.origins import SiteRule, origin_headers
 from penstock.paths import read_token
 
 GOOD = {
@@ -121,6 +121,27 @@ def test_pages_of_other_machines_need_a_key() -> None:
     for origin in (b"https://evil.example", b"http://localhost.evil.example", b"null", b"http://[", b""):
         assert origin_headers(origin, needs_key=False) == ()
     assert origin_headers(b"https://page.example", needs_key=True)[0][1] == b"*"
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1:28123:80", "[::1]evil", "[127.0.0.1]", "evil@127.0.0.1", "127.0.0.1/x", "localhost:1x", "[::1", "::1"]
+    + ["localhost:65536", "127.0.0.1#evil", "localhost ", "", "[localhost]", "127.0.0.1\\evil", "evil,localhost"],
+)
+@pytest.mark.parametrize("allowed", [frozenset(), frozenset({b"*"})])
+def test_malformed_hosts_and_origins_are_of_no_machine(host: str, allowed: frozenset[bytes]) -> None:
+    rule = SiteRule("127.0.0.1", allowed)
+    assert rule.refuse(b"GET", {b"host": host.encode()}) is not None
+    assert origin_headers(f"http://{host}".encode(), needs_key=False) == ()
+    if not allowed:
+        origin = {b"host": b"localhost", b"origin": f"http://{host}".encode()}
+        assert rule.refuse(b"POST", origin) is not None
+
+
+@pytest.mark.parametrize("host", ["LOCALHOST", "127.0.0.1:80", "[::1]", "[::1]:65535", "localhost:", "a.localhost"])
+def test_hosts_and_origins_of_this_machine_are_known(host: str) -> None:
+    rule = SiteRule("0.0.0.0", frozenset())
+    assert rule.refuse(b"POST", {b"host": host.encode(), b"origin": f"http://{host}".encode()}) is None
 
 
 def test_only_the_named_origins_may_read_answers() -> None:

@@ -131,6 +131,56 @@ def test_requests_at_once_are_given_back_also_by_a_gateway_that_died_or_ended() 
     assert a.let_in(0.0, 5) == 1
 
 
+def refusals(side: Side, now: float, n_tokens: int = 0) -> bool | None:
+    """Whether a refusal is uncertain; None where there is none."""
+    refusal = side.quota.take(now, n_tokens)
+    return None if refusal is None else refusal.is_unsure
+
+
+def catch_up(*sides: Side) -> None:
+    for side in sides:
+        side.sync.catch_up(side._shelf)
+
+
+def test_refusals_for_what_others_have_now_are_uncertain_until_they_catch_up() -> None:
+    _, (a, b) = sides(Limits(concurrency=1))
+    assert a.let_in(0.0, 1) == 1
+    turn(a, b)
+    assert (refusals(b, 0.0), refusals(a, 0.0)) == (True, False)
+    # One waits already: this one would not be next.
+    b.quota.n_held = 1
+    assert refusals(b, 0.0) is False
+    b.quota.n_held = 0
+    assert b.quota.refuse_body() is None
+    assert a.quota.give_back(0, 0)
+    catch_up(a, b)
+    assert refusals(b, 0.0) is None
+    assert a.sync.has_others
+
+
+def test_tokens_that_others_have_reserved_may_come_back() -> None:
+    _, (a, b) = sides(Limits(tpm=600))
+    assert a.let_in(0.0, 1, 500) == 1
+    turn(a, b)
+    assert (refusals(b, 0.0, 200), refusals(a, 0.0, 200)) == (True, False)
+    assert a.quota.give_back(500, 50)
+    catch_up(a, b)
+    assert refusals(b, 0.0, 200) is None
+    # What was used stays used.
+    assert a.let_in(0.0, 1, 350) == 1
+    a.quota.give_back(350, 350)
+    catch_up(a, b)
+    assert refusals(b, 0.0, 200) is False
+
+
+def test_a_gateway_alone_refuses_at_once_and_one_that_is_behind_waits_for_its_turn() -> None:
+    shelf, (a,) = sides(Limits(concurrency=1), "a")
+    assert (a.let_in(0.0, 1), refusals(a, 0.0), a.sync.has_others) == (1, False, False)
+    a.sync.miss_turn()
+    catch_up(a)
+    assert ("a", "key:k:at_once") not in shelf.rows
+
+
 def test_without_the_store_each_counts_for_itself_and_reports_it_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     shelf, (a, b) = sides(Limits(rpm=60, concurrency=100))
     assert b.let_in(0.0, 20) == 20

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import json
+import tracemalloc
+
 import pytest
 
+from penstock.gateway.body_fields import replace_field
 from penstock.gateway.request import Request, RequestFacts, UnreadableError, read_facts, read_form_model, read_timeout_s
 from penstock.wire.http1 import parse_request
 
@@ -32,7 +36,38 @@ def test_odd_fields_are_for_the_engine_to_judge(body: bytes) -> None:
     assert (facts.streams, facts.session, facts.priority) == (False, b"", 0)
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"model":1}', b'{"model":'])
+@pytest.mark.parametrize("field", ["stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "messages"])
+@pytest.mark.parametrize("value", [b"[" + b"[]," * 200_000 + b"1]", b"{" + b'"":{},' * 100_000 + b'"a":1}'])
+def test_values_of_many_parts_become_no_objects(field: str, value: bytes) -> None:
+    body = b'{"model":"m","%s":%s}' % (field.encode(), value)
+    tracemalloc.start()
+    facts = facts_of(body, wants_prefix=True)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # A copy of the value, and no object for each of its parts: those would take 20 times its size.
+    assert most < 2 * len(body)
+    assert (facts.model, facts.streams, facts.n_choices, facts.output_tokens_max) == ("m", False, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "wants_usage"),
+    [(b'{"include_usage":true}', True), (b'{"include_usage":1}', False), (b"null", False), (b"[1]", False)]
+    # Nobody reads so long ones, so nothing is asked for and nothing is taken out.
+    + [(b'{"x":"%s"}' % (b"y" * 2000), True)],
+)
+def test_usage_is_wanted_where_the_options_tell_it(options: bytes, wants_usage: bool) -> None:
+    assert facts_of(b'{"stream":true,"stream_options": %s }' % options).wants_usage is wants_usage
+
+
+@pytest.mark.parametrize(
+    ("value", "limit"),
+    [(b"7", 7), (b"0", None), (b"-1", None), (b"1.5", None), (b'"9"', None), (b"1e3", None), (b"9" * 400, 10**18 - 1)],
+)
+def test_limits_of_tokens_are_whole_numbers(value: bytes, limit: int | None) -> None:
+    assert facts_of(b'{"max_tokens":%s,"n":%s}' % (value, value)).output_tokens_max == limit
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"model":1}', b'{"model":', b'{"stream_options":[}'])
 def test_body_that_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(UnreadableError):
         facts_of(body)
@@ -146,3 +181,40 @@ def test_prefix_of_prompts_is_their_beginning() -> None:
 def test_limits_that_are_none_are_not_taken_for_numbers() -> None:
     facts = facts_of(b'{"max_tokens":"9","max_completion_tokens":true,"n":-1,"stream":"yes"}')
     assert (facts.output_tokens_max, facts.n_choices, facts.wants_usage, facts.streams) == (None, 1, False, False)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"model":"m"}',
+        '{"n":1, "model" :\t"m" ,"x":{"model":"m"}}',
+        '{"x":{"model":"m"},"messages":[{"content":"\\"model\\":\\"m\\""}],"model":"m"}',
+        '{"tools":[{"model":"m"},{"model":"m2"}],"model":"m","y":{"model":{"type":"string"}}}',
+        "{}",
+        ' { "x":{"model":"m"}}',
+    ],
+)
+def test_field_is_replaced_where_it_stands(body: str) -> None:
+    replaced = replace_field(body.encode(), "model", b'"other"')
+    assert replaced is not None
+    assert json.loads(replaced) == json.loads(body) | {"model": "other"}
+
+
+def test_field_that_is_hidden_is_not_replaced() -> None:
+    assert replace_field(b'{"model":"m",%s"n":1}' % (b'"x":{"model":"m"},' * 10), "model", b'"other"') is None
+    assert replace_field(b'{"mod\\u0065l":"m"}', "model", b'"other"') is None
+
+
+@pytest.mark.parametrize(("n_turns", "n_taken"), [(1, 1), (5, 2)])
+def test_prefix_is_the_instructions_and_the_first_question(n_turns: int, n_taken: int) -> None:
+    turns = [
+        b'{"role":"system","content":"a \\"b\\", [c}"}',
+        *[b'{"role": "user", "content": ["x, y", {}]}'] * (n_turns - 1),
+    ]
+    body = b'{"messages":[ %s ]}' % b" ,\n".join(turns)
+    assert facts_of(body, wants_prefix=True).prefix == b"".join(turns[:n_taken])
+
+
+def test_prefix_of_a_long_turn_is_its_beginning() -> None:
+    turn = b'{"role":"system","content":"%s"}' % (b"\\\\" * 5000)
+    assert facts_of(b'{"messages":[%s,{}]}' % turn, wants_prefix=True).prefix == turn[:1024]

@@ -169,7 +169,9 @@ async def test_one_clients_bad_requests_degrade_no_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [b"image input is not supported - hint: mmproj", b"Failed to parse tools: no array"]
+    "message",
+    [b"image input is not supported - hint: mmproj", b"Failed to parse tools: no array"]
+    + [b"Unknown reasoning format: zzz", b"'messages' is required"],
 )
 @pytest.mark.parametrize("cut", [0, 20, 1000])
 async def test_input_errors_of_llamacpp_are_the_requests_fault(message: bytes, cut: int) -> None:

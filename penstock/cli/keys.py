@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # A running gateway reads changed keys every 0.5 s (gateway/accounting/ledger.py): a key that was shown works.
 SEEN_S = 0.6
-_OWNER_S = 12 * 3600.0  # the last command's key lives on: one chat need not end another
+_OWNER_S = 12 * 3600.0  # the life of the owner's secret, and of the one before: no command ends another's chat
 _GROUPINGS = ("key", "model", "day", "state", "replica")
 _GPU_COLUMNS = ("gpu_cost_usd", "gpu_usd_per_million_tokens", "gpu_idle_share")
 _limit, _amount = arguments.whole(1, 2**53 - 1), arguments.number(0)
@@ -116,7 +116,7 @@ def address_and_key(run: Run) -> tuple[str, str | None]:
 
 
 def owner_key(run: Run) -> str | None:
-    """OPENAI_API_KEY, else a new key by whoever can write the deployment's store; None where none is needed."""
+    """OPENAI_API_KEY, else that of key "owner", made by whoever can write the store; None where none is needed."""
     from penstock.deployment.events import asked_by
     from penstock.gateway.accounting import store
     from penstock.gateway.accounting.key_store import KeyStore
@@ -127,9 +127,10 @@ def owner_key(run: Run) -> str | None:
     if run.deployment().gateway.auth == "none" or config.store is None:
         return None
     with contextlib.closing(store.connect(config.store)) as database:
-        secret = KeyStore(database).renew("owner", _OWNER_S, time.time())
-    run.add_event("key rotated", "owner, for a command that asks the deployment", who=asked_by())
-    time.sleep(SEEN_S)
+        secret, is_new = KeyStore(database).keep("owner", run.owner_key_file, _OWNER_S, time.time())
+    if is_new:
+        run.add_event("key rotated", "owner, for a command that asks the deployment", who=asked_by())
+        time.sleep(SEEN_S)
     return secret
 
 

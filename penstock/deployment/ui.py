@@ -12,11 +12,11 @@ import msgspec
 
 from penstock.chat.page.__main__ import EXTRA
 from penstock.chat.page.config import PageConfig
-from penstock.errors import PenstockError, UserError
+from penstock.errors import UserError
 from penstock.gateway.accounting import store
-from penstock.gateway.accounting.key_store import KeyStore, hash_of
+from penstock.gateway.accounting.key_store import KeyStore
 from penstock.hardware import network
-from penstock.paths import read_token, write_atomically
+from penstock.paths import write_atomically
 from penstock.run_folder import Run
 from penstock.spec.deployment import Deployment, Ui
 
@@ -87,17 +87,7 @@ def _shared_key(run: Run) -> Path | None:
     if place is None:
         return None
     with contextlib.closing(store.connect(place)) as database:
-        keys = KeyStore(database)
-        if not _is_valid(file, keys):
-            write_atomically(file, keys.renew(KEY, 0.0, time.time()).encode(), mode=0o600)
-            run.add_event("key created", f"{KEY}, of everyone at the chat page")
+        _, is_new = KeyStore(database).keep(KEY, file, None, time.time())
+    if is_new:
+        run.add_event("key created", f"{KEY}, of everyone at the chat page")
     return file
-
-
-def _is_valid(file: Path, keys: KeyStore) -> bool:
-    try:
-        digest = hash_of(read_token(file))
-    except PenstockError:
-        return False
-    living = [key for key in keys.all() if key.name == KEY and key.revoked_at is None]
-    return any(secret.hash == digest and secret.expires_at is None for key in living for secret in key.secrets)

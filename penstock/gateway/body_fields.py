@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Final, Literal
 
 import msgspec
 
@@ -45,15 +46,18 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class RequestBody(msgspec.Struct, frozen=True):
-    """The fields of a body that matter here. Only the model's type is checked: the engine judges the rest."""
+    """The fields of a body that matter here. Only the model's type is checked: the engine judges the rest.
+
+    They stay raw: 30 MiB of `[],[],...` in one of them would become 900 MB of objects, in 2 s.
+    """
 
     model: str | None = None
-    stream: Any = None
-    stream_options: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    max_output_tokens: Any = None
-    n: Any = None
+    stream: msgspec.Raw = msgspec.Raw()
+    stream_options: msgspec.Raw = msgspec.Raw()
+    max_tokens: msgspec.Raw = msgspec.Raw()
+    max_completion_tokens: msgspec.Raw = msgspec.Raw()
+    max_output_tokens: msgspec.Raw = msgspec.Raw()
+    n: msgspec.Raw = msgspec.Raw()
     user: msgspec.Raw = msgspec.Raw()
     priority: msgspec.Raw = msgspec.Raw()
     previous_response_id: msgspec.Raw = msgspec.Raw()
@@ -63,6 +67,47 @@ class LongRequestBody(RequestBody, frozen=True):
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
     input: msgspec.Raw = msgspec.Raw()
+
+
+class _Replaceable(msgspec.Struct, frozen=True):
+    model: msgspec.Raw = msgspec.Raw()
+    stream_options: msgspec.Raw = msgspec.Raw()
+
+
+_COLON: Final = re.compile(rb"\s*:\s*")
+_MAX_PLACES: Final = 256
+_MAX_TRIES: Final = 4  # of 0.1 s for 30 MiB of tiny values
+_read_replaceable = msgspec.json.Decoder(_Replaceable).decode
+
+
+def replace_field(body: bytes, name: Literal["model", "stream_options"], value: bytes) -> bytes | None:
+    """The body, an object, with another value of the field, or with the field; all other bytes stay.
+
+    None where the field is hidden among too many of its name. Raises msgspec.DecodeError.
+    """
+    old, key, at, n_tries = bytes(getattr(_read_replaceable(body), name)), b'"%s"' % name.encode(), len(body), 0
+    if not old:
+        begin = body.index(b"{") + 1
+        gap = b"" if body[begin:].lstrip()[:1] == b"}" else b","
+        return body[:begin] + key + b":" + value + gap + body[begin:]
+    for _ in range(_MAX_PLACES):
+        at = body.rfind(key, 0, at)
+        colon = _COLON.match(body, at + len(key)) if at >= 0 else None
+        if colon is not None and body.startswith(old, colon.end()):
+            changed = body[: colon.end()] + value + body[colon.end() + len(old) :]
+            if _has_value(changed, name, value):  # else it stands inside another field
+                return changed
+            n_tries += 1
+        if at < 0 or n_tries == _MAX_TRIES:
+            break
+    return None
+
+
+def _has_value(body: bytes, name: str, value: bytes) -> bool:
+    try:
+        return bytes(getattr(_read_replaceable(body), name)) == value
+    except msgspec.DecodeError:
+        return False
 
 
 class ModelRow(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -20,7 +20,7 @@ from penstock.gateway.context import OWN_HEADERS, GatewayContext
 from penstock.gateway.metrics import Outcome, Series
 from penstock.gateway.origins import origin_headers
 from penstock.gateway.request import Request, RequestFacts
-from penstock.gateway.responses import error_answer, http_date, own_headers
+from penstock.gateway.responses import Answer, error_answer, http_date, own_headers
 from penstock.gateway.retries import FAILED_STATUSES, MAX_FAILURE_BYTES, Loss, read_input_error, why_not_again
 from penstock.gateway.routing.queue import QueueEntry
 from penstock.gateway.routing.replicas import NO_HINTS, RETRY_AFTER_S, Replica, RoutingHints, find_response_id
@@ -109,16 +109,14 @@ class Forwarding:
         try:
             refusal = entry.start() if entry is not None else None
             if refusal is not None:
-                context.counters.series(self._model, "none").codes[refusal.status] += 1
-                self._settle("refused")
-                self._client.respond(refusal)
+                self._refuse(refusal)
                 return
             if entry is not None:
                 self._body = entry.body
             if self._facts.timeout_s is not None:
                 delay_s = self._received_at + self._facts.timeout_s - time.monotonic()
                 self._timer = asyncio.get_running_loop().call_later(max(0.0, delay_s), self._be_late)
-            if not context.queue.waiting_for(self._model):
+            if not context.queue.waiting_for(self._model) and not (entry is not None and entry.is_held):
                 self._take_replica()
             if self._replica is not None and self._replica.address is not None:
                 connection = context.pool.take(self._replica.address)
@@ -146,8 +144,20 @@ class Forwarding:
             message = f"the request was not done within its x-request-timeout of {self._facts.timeout_s:g} s"
             self._end_early(message, 504, "deadline_exceeded", outcome="late")
 
+    def _refuse(self, answer: Answer) -> None:
+        self._context.counters.series(self._model, "none").codes[answer.status] += 1
+        self._settle("refused")
+        self._client.respond(answer)
+
     async def _find(self, pause_s: float = 0.0) -> None:
         try:
+            if self._entry is not None and self._entry.is_held:
+                began_at = time.monotonic()
+                refusal = await self._entry.take_held()
+                self._waited_s += time.monotonic() - began_at
+                if refusal is not None:
+                    self._refuse(refusal)
+                    return
             deadline = time.monotonic() + self._context.hold_s
             if pause_s:
                 await asyncio.sleep(pause_s)
@@ -188,8 +198,7 @@ class Forwarding:
             return False
         if context.queue.waiting_for(self._model) == 1:  # the first; once a second for all
             context.wake_sleeper(self._model, began_at)
-        wants_progress = facts.wants_progress
-        comment_at = began_at + first_after_s(wants_progress) if facts.streams else deadline
+        comment_at = began_at + first_after_s(facts.wants_progress) if facts.streams else deadline
         self._held_at = began_at
         try:
             while True:
@@ -199,8 +208,8 @@ class Forwarding:
                     self._refuse_for_now()
                     return False
                 if now >= comment_at:
-                    self._send_comment(write_waiting(context, entry, wants_progress, now))
-                    comment_at = now + next_after_s(wants_progress, context.queue.waiting_for(self._model))
+                    self._send_comment(write_waiting(context, entry, facts.wants_progress, now))
+                    comment_at = now + next_after_s(facts.wants_progress, context.queue.waiting_for(self._model))
                 if await context.queue.wait(entry, min(deadline, comment_at) - now):
                     if self._take_replica():
                         return True
@@ -228,13 +237,10 @@ class Forwarding:
     async def _connect(self) -> UpstreamConnection | None:
         """A connection to the replica; a new one, whose state is beyond doubt, for a request that was lost before."""
         context, replica = self._context, self._replica
-        assert replica is not None
-        assert replica.address is not None
+        assert replica is not None and replica.address is not None
         address = replica.address
-        if not self._lost:
-            pooled = context.pool.take(address)
-            if pooled is not None:
-                return pooled
+        if not self._lost and (pooled := context.pool.take(address)) is not None:
+            return pooled
         try:
             return await context.pool.connect(address)
         except OSError as error:
@@ -409,8 +415,7 @@ class Forwarding:
 
     def _lose(self, loss: Loss) -> None:
         replica, connection, retries = self._replica, self._connection, self._context.retries
-        assert replica is not None
-        assert connection is not None
+        assert replica is not None and connection is not None
         now = time.monotonic()
         self._waited_s += now - self._sent_at
         is_repeated = retries.lose(replica, self._lost, loss, now)
@@ -559,8 +564,7 @@ class Forwarding:
 
     def _refuse_for_now(self) -> None:
         wait_s = self._context.replicas.retry_after_s(self._model, time.monotonic())
-        failure = self._context.replicas.failure
-        why = f": {failure}" if failure is not None else ""
+        why = "" if (failure := self._context.replicas.failure) is None else f": {failure}"
         message = f"model {self._model!r} has no replica that takes requests now{why}"
         self._end_early(message, 503, "no_replica", outcome="no_replica", param="model", retry_after_s=wait_s)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Final
-from urllib.parse import urlsplit
 
 from penstock.spec.gateway import is_loopback
 from penstock.wire.http1 import Headers
 
 SITE_HEADERS: Final = frozenset((b"host", b"origin", b"sec-fetch-site"))
 _MAX_KNOWN_HOSTS: Final = 64
+# https://www.rfc-editor.org/rfc/rfc9110#section-7.2, https://www.rfc-editor.org/rfc/rfc6454#section-6.2
+_HOST: Final = re.compile(rb"(?:\[([0-9A-Fa-f.]*:[0-9A-Fa-f:.]*)\]|([A-Za-z0-9._\-]+))(?::(\d{0,5}))?")
+_SCHEME: Final = re.compile(rb"[A-Za-z][A-Za-z0-9+.\-]*://")
 _LIMITS: Final = b", ".join(
     b"x-ratelimit-%s-%s" % (what, kind)
     for kind in (b"requests", b"tokens")
@@ -37,10 +40,20 @@ def origin_headers(origin: bytes | None, needs_key: bool, allowed: frozenset[byt
 
 
 def _is_of_this_machine(origin: bytes) -> bool:
-    try:
-        return is_local_host(urlsplit(origin.decode("latin-1")).hostname)
-    except ValueError:
-        return False
+    return is_local_host(_host_of_origin(origin))
+
+
+def _host_of_origin(origin: bytes) -> str | None:
+    scheme = _SCHEME.match(origin)
+    return None if scheme is None else _read_host(origin[scheme.end() :])
+
+
+def _read_host(value: bytes) -> str | None:
+    """The name or address of `host[:port]`; None for anything else, which two readers may understand in two ways."""
+    match = _HOST.fullmatch(value)
+    if match is None or int(match.group(3) or 0) > 65_535:
+        return None
+    return (match.group(1) or match.group(2)).decode().lower()
 
 
 def is_local_host(host: str | None) -> bool:
@@ -56,7 +69,7 @@ class SiteRule:
 
     def __init__(self, listen_host: str, allowed: frozenset[bytes]) -> None:
         self._allowed = allowed
-        names = [urlsplit(origin.decode("latin-1")).hostname for origin in allowed]
+        names = [name for origin in allowed if (name := _host_of_origin(origin)) is not None]
         self._hosts = {listen_host, *names}
         self._known_hosts: set[bytes] = set()
 
@@ -79,10 +92,7 @@ class SiteRule:
         return None
 
     def _is_ours(self, host: bytes) -> bool:
-        try:
-            name = urlsplit("//" + host.decode("latin-1")).hostname
-        except ValueError:
-            return False
+        name = _read_host(host)
         return name in self._hosts or is_local_host(name)
 
 

@@ -43,6 +43,7 @@ _POST_PATHS: Final = frozenset(
 )
 
 
+_SHOWN: Final = 200  # characters of an unknown name: it may be as long as a body
 _SITE_AND_VIA: Final = SITE_HEADERS | {b"via"}
 _LANDING: Final = b"""<!doctype html>
 <meta charset="utf-8"><title>penstock</title>
@@ -204,11 +205,11 @@ class Public:
             exchange = Exchange(head, facts, "refused", client.address, False) if self._accounting.logs_all else None
             self._accounting.refuse(facts, model, holder, exchange)
             return _forbidden_model(name or model)
-        if name in self._foreign_aliases and request.body:
-            request.body = rename_model(request, self._foreign_aliases[name])
         try:
+            if name in self._foreign_aliases and request.body:
+                request.body = rename_model(request, self._foreign_aliases[name])
             entry = self._accounting.open(facts, model, holder, request.body)
-        except BODY_ERRORS as error:
+        except (UnreadableError, *BODY_ERRORS) as error:
             return error_answer(400, f"the request body cannot be read: {error}", "invalid_body")
         Forwarding(self._context, request, client, model, facts).start(self._hints(facts, name, place), entry)
         return None
@@ -260,7 +261,7 @@ def _find_response_id(path: bytes) -> bytes:
 
 
 def _unknown_model(name: str) -> Answer:
-    return error_answer(404, f"the model {name!r} does not exist", "model_not_found", "model")
+    return error_answer(404, f"the model {name[:_SHOWN]!r} does not exist", "model_not_found", "model")
 
 
 def _forbidden_model(name: str) -> Answer:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
 
-from penstock.gateway.body_fields import LongRequestBody, RequestBody
+from penstock.gateway.body_fields import LongRequestBody, RequestBody, replace_field
 from penstock.wire.http1 import RequestHead
 
 PREFIX_BYTES: Final = 1024  # about 256 tokens
@@ -32,10 +33,14 @@ _NAME_BYTES: Final = 512
 _MAX_PARTS: Final = 256
 _TIMEOUT: Final = re.compile(rb"(\d{1,9}(?:\.\d{1,9})?)[ ]?(ms|s|)")
 _INTEGER: Final = re.compile(rb"-?\d{1,9}")
+_COUNT: Final = re.compile(rb"[1-9]\d*")
+_COUNT_DIGITS: Final = 18  # the first of a longer one are enough: it is over every limit
+_OPTIONS_BYTES: Final = 1024
 _READ_HEADERS: Final = frozenset(
     (b"content-type", b"x-session-id", b"x-penstock-priority", b"x-penstock-replica", b"x-request-timeout")
     + (b"x-penstock-progress",)
 )
+_BRACKET: Final = re.compile(rb'[^"\[\]{}]*+(?:"(?:[^"\\]|\\.)*+"[^"\[\]{}]*+)*+([\[\]{}])', re.DOTALL)
 _FIRST_TURN: Final = (b'"system"', b'"developer"')
 
 
@@ -48,7 +53,6 @@ BODY_ERRORS: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _read_body = msgspec.json.Decoder(RequestBody).decode
 _read_long_body = msgspec.json.Decoder(LongRequestBody).decode
-_read_raws = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class Request:
@@ -69,6 +73,7 @@ class RequestFacts:
     A plain class: compiled code reads its fields in 1 ns and those of a msgspec.Struct in 40. `model`: the name in the
     request. Lower `priority` goes first, as in vLLM. `session`, `prefix`: keys of policies "sticky" and "prefix".
     `response_id`: an earlier response that only its replica knows. `output_tokens_max`: the limit of one choice.
+    `wants_usage`: the client asked for the usage of a stream, or its options are too long to be read.
     `wants_progress`: comments of a waiting stream are of `wire/waiting.py`, more often.
     """
 
@@ -76,6 +81,7 @@ class RequestFacts:
     model: str | None = None
     streams = False
     stream_options: Any = None
+    wants_usage = False
     n_choices = 1
     output_tokens_max: int | None = None
     priority = 0
@@ -91,12 +97,6 @@ class RequestFacts:
         self.request_id = request_id
         self.received_at = received_at
         self.n_body_bytes = n_body_bytes
-
-    @property
-    def wants_usage(self) -> bool:
-        """Whether the client asked for the usage of a stream."""
-        options = self.stream_options
-        return isinstance(options, dict) and options.get("include_usage") is True
 
 
 def read_facts(request: Request, *, wants_prefix: bool = False) -> RequestFacts:
@@ -118,23 +118,24 @@ def read_facts(request: Request, *, wants_prefix: bool = False) -> RequestFacts:
         fields = _read_long_body(body) if wants_prefix else _read_body(body)
         if isinstance(fields, LongRequestBody):
             facts.prefix = _first_bytes(fields)
+        _take_fields(facts, fields, has_priority=b"x-penstock-priority" in headers)
     except BODY_ERRORS as error:
         raise UnreadableError(f"the request body cannot be routed: {error}") from error
-    _take_fields(facts, fields, has_priority=b"x-penstock-priority" in headers)
     return facts
 
 
 def rename_model(request: Request, name: str) -> bytes:
-    """The body with another value of its model; a form's value is replaced where it stands."""
+    """The body with another value of its model, which is replaced where it stands. Raises UnreadableError."""
     kind = request.head.get(b"content-type") or b""
     if kind[:10].lower() == b"multipart/":
         place = _find_form_model(kind, request.body)
         if place is None:
             return request.body
         return request.body[: place[0]] + name.encode() + request.body[place[1] :]
-    fields = msgspec.json.decode(request.body, type=dict[str, msgspec.Raw])
-    fields["model"] = msgspec.Raw(msgspec.json.encode(name))
-    return msgspec.json.encode(fields)
+    renamed = replace_field(request.body, "model", msgspec.json.encode(name))
+    if renamed is None:
+        raise UnreadableError("its model is written in a way that cannot be replaced by the engine's name of it")
+    return renamed
 
 
 def _read_headers(facts: RequestFacts, headers: dict[bytes, bytes]) -> None:
@@ -156,12 +157,19 @@ def _read_headers(facts: RequestFacts, headers: dict[bytes, bytes]) -> None:
 def _take_fields(facts: RequestFacts, fields: RequestBody, has_priority: bool) -> None:
     """Copies what matters: a raw part would keep the whole body as long as the response lives. Headers come first."""
     facts.model = fields.model
-    facts.streams = fields.stream is True
-    facts.stream_options = fields.stream_options
-    if type(fields.n) is int and 0 < fields.n <= 1024:
-        facts.n_choices = fields.n
-    for limit in (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens):
-        if type(limit) is int and limit > 0:
+    facts.streams = bytes(fields.stream) == b"true"
+    options = bytes(fields.stream_options)
+    if options:
+        facts.stream_options = msgspec.json.decode(options) if len(options) <= _OPTIONS_BYTES else None
+        facts.wants_usage = len(options) > _OPTIONS_BYTES or (
+            isinstance(facts.stream_options, dict) and facts.stream_options.get("include_usage") is True
+        )
+    n_choices = _read_count(fields.n)
+    if n_choices is not None and n_choices <= 1024:
+        facts.n_choices = n_choices
+    for raw in (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens):
+        limit = _read_count(raw)
+        if limit is not None:
             facts.output_tokens_max = limit
             break
     user, priority, previous = bytes(fields.user), bytes(fields.priority), bytes(fields.previous_response_id)
@@ -180,6 +188,12 @@ def read_timeout_s(value: bytes) -> float:
     if not 0 < timeout_s <= TIMEOUT_S_MAX:
         raise UnreadableError("x-request-timeout is not a time like 30, 1.5s or 1500ms")
     return timeout_s
+
+
+def _read_count(raw: msgspec.Raw) -> int | None:
+    """A whole number above 0; None for anything else."""
+    text = bytes(raw)
+    return int(text[:_COUNT_DIGITS]) if text and _COUNT.fullmatch(text) else None
 
 
 def _bound(priority: int) -> int:
@@ -252,10 +266,29 @@ def _first_bytes(fields: LongRequestBody) -> bytes:
     messages = bytes(fields.messages)
     if messages[:1] != b"[":
         return bytes(fields.prompt or fields.input)[:PREFIX_BYTES]
-    raws: list[Any] = _read_raws(messages)
     taken: list[bytes] = []
-    for raw in raws[:4]:
-        taken.append(bytes(raw)[:PREFIX_BYTES])
-        if not any(role in taken[-1][:40] for role in _FIRST_TURN):
+    for element in _split_messages(messages[: 4 * PREFIX_BYTES]):
+        taken.append(element[:PREFIX_BYTES])
+        if len(taken) == 4 or not any(role in element[:40] for role in _FIRST_TURN):
             break
     return b"".join(taken)[:PREFIX_BYTES]
+
+
+def _split_messages(text: bytes) -> Iterator[bytes]:
+    """The objects of a JSON array, one by one: decoding 30 MiB of tiny ones takes a second. `text` may be cut off."""
+    depth = begin = at = 0
+    while (mark := _BRACKET.match(text, at)) is not None:
+        at = mark.end()
+        if mark.group(1) in (b"]", b"}"):
+            depth -= 1
+            if depth == 1:
+                yield text[begin:at]
+                begin = 0
+            elif depth == 0:
+                return
+        else:
+            depth += 1
+            if depth == 2:
+                begin = at - 1
+    if begin:
+        yield text[begin:]

@@ -32,7 +32,7 @@ RETRIES_MAX: Final = 1000.0
 # llama.cpp answers 500 to these; xllamacpp 2026.10.
 _INPUT_ERROR: Final = re.compile(
     rb'"message":"(?:\w+ input is not supported|Failed to parse (?:messages|tools):|\[json\.exception'
-    rb"|vector::_M_range_check)"
+    rb"|vector::_M_range_check|Unknown \w+ format: |'\w+' is required\")"
 )
 MAX_FAILURE_BYTES: Final = 16 * 1024  # a failed answer of more is no such error
 

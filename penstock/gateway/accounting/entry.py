@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import calendar
 import math
 import time
@@ -39,6 +40,9 @@ _GENERATING: Final[dict[bytes, tuple[bool, bytes | None]]] = {
 }
 _NOTHING: Final = (False, None)
 _CHAT: Final = b"/v1/chat/completions"  # its streams begin with an event that carries the role and no token
+# A request that may be refused for what has ended elsewhere asks again: every gateway tells its own twice a second.
+HELD_S = 1.0
+RETAKE_S = 0.02
 OUTPUT_TOKENS = 256  # reserved where the client sets no limit
 BYTES_PER_TOKEN = 4.0  # of a request's body, until a model's own replies tell better
 PROMPT_TOKENS_MAX = 131_072
@@ -212,6 +216,7 @@ class Entry:
 
     # Defaults stay with the class: most requests set few of them.
     strips_usage = False
+    is_held = False  # `take_held` decides
     _first_at: float | None = None
     _is_open = False  # its share of the limits is taken
     _is_stream = False
@@ -235,7 +240,10 @@ class Entry:
                 self.body = ask_for_usage(body, facts.stream_options)
 
     def start(self) -> Answer | None:
-        """Takes the request's share of its key's limits, until `end`; returns the refusal when a limit is reached."""
+        """Takes the request's share of its key's limits, until `end`; returns the refusal when a limit is reached.
+
+        Where that is uncertain the request `is_held`, and neither refused nor admitted.
+        """
         holder = self._holder
         if holder is None or not holder.quota.is_limited:
             return None
@@ -245,8 +253,32 @@ class Entry:
         if refusal is None:
             self._is_open = True
             return None
+        if refusal.is_unsure:
+            self.is_held = True
+            return None
         self._status = 429
         return self._accounting.over_limit(refusal, holder, now)
+
+    async def take_held(self) -> Answer | None:
+        """Does what `start` left open, within HELD_S."""
+        holder, ledger, began_at = self._holder, self._accounting.ledger, time.monotonic()
+        assert holder is not None
+        refusal: Refusal | None = None
+        holder.quota.n_held += 1
+        try:
+            while not self._is_open and time.monotonic() - began_at < HELD_S:
+                if ledger is not None:
+                    ledger.catch_up()
+                await asyncio.sleep(RETAKE_S)
+                refusal = holder.quota.take(time.monotonic(), self._n_reserved)
+                self._is_open = refusal is None
+        finally:
+            holder.quota.n_held -= 1
+            self.is_held = False
+        if refusal is None:
+            return None
+        self._status = 429
+        return self._accounting.over_limit(refusal, holder, time.monotonic())
 
     def headers(self) -> Headers:
         holder = self._holder
@@ -310,7 +342,8 @@ class Entry:
         quota = holder.quota if holder is not None else None
         if self._is_open and quota is not None:
             self._is_open = False
-            quota.give_back(self._n_reserved, n_prompt + n_output)
+            if quota.give_back(self._n_reserved, n_prompt + n_output) and accounting.ledger is not None:
+                accounting.ledger.catch_up()
         state, price = self._state(outcome), account.price
         account.n_rows[state] += 1
         account.n_prompt += n_prompt

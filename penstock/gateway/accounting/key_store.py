@@ -12,13 +12,16 @@ import math
 import re
 import secrets
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from penstock.errors import UserError, nearest
+from penstock.errors import PenstockError, UserError, nearest
 from penstock.gateway.accounting.store import Database
+from penstock.paths import read_token, write_atomically
 
+MAX_SECRETS = 16  # of one key: a script that rotates must not fill the store
 _KEY_BYTES = 32
 _KEY_NAME = re.compile(r"(?!key_)[A-Za-z0-9._@:][A-Za-z0-9._@:\-]{0,63}")
 _FAR_FUTURE = 2.0**40  # seconds; years that calendars of programs still write
@@ -105,7 +108,7 @@ class KeyStore:
                 self._database.execute("INSERT INTO api_secrets VALUES (?, ?, ?, ?, ?)", row)
 
     def rotate(self, name_or_id: str, grace_s: float, now: float) -> tuple[ApiKey, str]:
-        """A new secret for a key; the old ones stay valid for `grace_s`."""
+        """A new secret for a key; the newest of the old ones, MAX_SECRETS with it, stay valid for `grace_s`."""
         secret = new_secret()
         with self._writing_keys():
             key = self.find(name_or_id)
@@ -113,6 +116,11 @@ class KeyStore:
             self._database.execute(
                 "UPDATE api_secrets SET expires_at = ? WHERE key_id = ? AND (expires_at IS NULL OR expires_at > ?)",
                 (now + grace_s, key.id, now + grace_s),
+            )
+            self._database.execute(
+                "DELETE FROM api_secrets WHERE key_id = ? AND hash NOT IN"
+                " (SELECT hash FROM api_secrets WHERE key_id = ? ORDER BY created_at DESC LIMIT ?)",
+                (key.id, key.id, MAX_SECRETS - 1),
             )
             self._add_secret(key.id, secret, now)
             return self.find(key.id), secret
@@ -122,6 +130,24 @@ class KeyStore:
         if any(key.name == name and key.revoked_at is None for key in self.all()):
             return self.rotate(name, grace_s, now)[1]
         return self.create(name, Limits(), now)[1]
+
+    def keep(self, name: str, file: Path, life_s: float | None, now: float) -> tuple[str, bool]:
+        """The secret in `file` while it is one of that key and younger than `life_s`, else a new one, written there.
+
+        Returns whether it is new; the old ones stay valid for `life_s` more, or not without it. Raises OSError.
+        """
+        with contextlib.suppress(PenstockError):
+            secret = read_token(file, "key")
+            made = self._database.all(
+                "SELECT s.created_at FROM api_secrets s JOIN api_keys k ON k.id = s.key_id"
+                " WHERE s.hash = ? AND s.expires_at IS NULL AND k.name = ? AND k.revoked_at IS NULL",
+                (hash_of(secret), name),
+            )
+            if made and (life_s is None or now - made[0][0] < life_s):
+                return secret, False
+        secret = self.renew(name, life_s or 0.0, now)
+        write_atomically(file, secret.encode(), mode=0o600)
+        return secret, True
 
     def revoke(self, name_or_id: str, now: float) -> ApiKey:
         """Ends a key at once; its usage stays."""

@@ -4,6 +4,9 @@ A bucket holds one minute's worth and fills steadily. It follows a running total
 and takes off what was added since its last look. Tokens are reserved before a request goes (its prompt by an estimate,
 its answer by its limit) and settled with what the engine counted. A request that reserves more than a minute's worth
 waits for a full bucket and leaves it in debt.
+
+What others have now, requests at once and reserved tokens, may have ended since they told it. A request that only this
+keeps out is `unsure`: ask again when the others have had time to tell.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ from penstock.wire.http1 import Headers
 Kind = Literal["requests", "tokens", "concurrency", "budget"]
 
 BUSY_RETRY_S = 1.0  # after too many at once: when one ends nobody knows
+MAX_HELD = 64  # requests of a key that ask again
 
 
 class Refusal(msgspec.Struct, frozen=True):
     kind: Kind
     limit: float
     retry_after_s: float
+    is_unsure: bool = False  # only what others have now is in the way
 
 
 class Bucket:
@@ -53,7 +58,10 @@ class Bucket:
 
 
 class Quota:
-    __slots__ = ("_at_once", "_requests", "_tokens", "is_limited", "limits", "n_bodies", "spent_usd")
+    __slots__ = (
+        *("_at_once", "_requests", "_reserved", "_tokens"),
+        *("is_limited", "limits", "n_bodies", "n_held", "spent_usd"),
+    )
 
     def __init__(self, key_id: str, limits: Limits, totals: Totals, now: float) -> None:
         def bucket(kind: str, per_minute: int | None) -> Bucket | None:
@@ -61,17 +69,19 @@ class Quota:
 
         self.limits = limits
         self.n_bodies = 0  # of requests that are still arriving
+        self.n_held = 0  # requests that were refused without certainty, and ask again
         self.spent_usd = 0.0  # this month, told from outside
         self._requests = bucket("requests", limits.rpm)
         self._tokens = bucket("tokens", limits.tpm)
+        self._reserved = totals[f"key:{key_id}:tokens{AT_ONCE}"] if limits.tpm is not None else None
         self._at_once = totals[f"key:{key_id}{AT_ONCE}"] if limits.concurrency is not None else None
         numbers = (limits.rpm, limits.tpm, limits.concurrency, limits.budget_usd)
         self.is_limited = any(limit is not None for limit in numbers)
 
     def refuse_body(self) -> Refusal | None:
-        """The limit that a request would pass whose body is about to arrive."""
+        """The limit that a request would pass whose body is about to arrive. Others' requests may end until it has."""
         limit = self.limits.concurrency
-        if limit is None or self._at_once is None or self._at_once.now() + self.n_bodies < limit:
+        if limit is None or self._at_once is None or self._at_once.own + self.n_bodies < limit:
             return None
         return Refusal("concurrency", limit, BUSY_RETRY_S)
 
@@ -81,25 +91,34 @@ class Quota:
         if limits.budget_usd is not None and self.spent_usd >= limits.budget_usd:
             return Refusal("budget", limits.budget_usd, 0.0)
         if at_once is not None and limits.concurrency is not None and at_once.now() >= limits.concurrency:
-            return Refusal("concurrency", limits.concurrency, BUSY_RETRY_S)
+            is_unsure = at_once.own + self.n_held < min(limits.concurrency, MAX_HELD)
+            return Refusal("concurrency", limits.concurrency, BUSY_RETRY_S, is_unsure)
         if requests is not None and requests.look(now) < 1:
             return Refusal("requests", requests.per_minute, requests.wait_s(1))
-        if tokens is not None:
+        if tokens is not None and self._reserved is not None:
             wanted = min(n_tokens, tokens.per_minute)
             if tokens.look(now) < wanted:
-                return Refusal("tokens", tokens.per_minute, tokens.wait_s(wanted))
+                is_unsure = tokens.level + self._reserved.others >= wanted and self.n_held < MAX_HELD
+                return Refusal("tokens", tokens.per_minute, tokens.wait_s(wanted), is_unsure)
             tokens.total.own += n_tokens
+            self._reserved.own += n_tokens
         if requests is not None:
             requests.total.own += 1
         if at_once is not None:
             at_once.own += 1
         return None
 
-    def give_back(self, n_reserved: int, n_used: int) -> None:
-        if self._tokens is not None:
+    def give_back(self, n_reserved: int, n_used: int) -> bool:
+        """Ends a request; returns whether another one like it may be waiting for that elsewhere."""
+        is_wanted = False
+        if self._tokens is not None and self._reserved is not None:
+            is_wanted = self._tokens.level < n_reserved
             self._tokens.total.own += n_used - n_reserved
-        if self._at_once is not None:
+            self._reserved.own -= n_reserved
+        if self._at_once is not None and self.limits.concurrency is not None:
+            is_wanted = is_wanted or self._at_once.now() >= self.limits.concurrency
             self._at_once.own -= 1
+        return is_wanted
 
     def headers(self, now: float) -> Headers:
         """x-ratelimit-* of the key's limits, with OpenAI's names; a reset is when the bucket is full again."""

@@ -4,6 +4,9 @@ Twice a second, in a turn of the ledger's thread, each one writes its running to
 buckets read the sum. So gateways learn of each other's requests within a second, let in too much for that long, and
 then too little: an emptied bucket goes into debt. Requests at once have no debt.
 
+What was given back must be known before another gateway refuses for want of it. So there are turns in between
+(`catch_up`): after a request of a key at its limit, and while one waits that is refused for what others have now.
+
 Without the store each gateway counts for itself and catches up afterwards. Requests at once of a gateway that is silent
 for FRESH_S are dropped: it is dead.
 """
@@ -45,21 +48,22 @@ class QuotaSync:
             store.forget_gateways(FORGET_S)
             # What was forgotten need not be known either.
             self._is_behind = True
-        news = {
-            name: max(-MAX_COUNT, min(total.own, MAX_COUNT))
-            for name, total in totals.items()
-            if total.own != self._put.get(name, 0) or (total.own and name.endswith(AT_ONCE))
-        }
-        if is_heartbeat:
-            news[_HEARTBEAT] = 0
-        if news:
-            store.put_counts(self._gateway, news)
-            self._put.update(news)
-        self._take(store.others_counts(self._gateway, FRESH_S, are_all=self._is_behind))
+        living = [name for name, total in totals.items() if total.own and name.endswith(AT_ONCE)]
+        self._exchange(store, [*living, _HEARTBEAT] if is_heartbeat else living)
         if is_heartbeat:
             self._heartbeat_at = now + _HEARTBEAT_S
         self._is_behind = False
         self._good_at = now
+
+    @property
+    def has_others(self) -> bool:
+        """Whether another gateway or worker has written to the store."""
+        return bool(self._seen)
+
+    def catch_up(self, store: UsageStore) -> None:
+        """Writes what changed here and reads what the others have, between two turns."""
+        if not self._is_behind:
+            self._exchange(store, ())
 
     def miss_turn(self) -> None:
         """The store did not work: what the others have at once is unknown."""
@@ -73,6 +77,16 @@ class QuotaSync:
         """The gateway ends: its requests at once must not hold back its successor."""
         if self._put:
             store.remove_counts(self._gateway)
+
+    def _exchange(self, store: UsageStore, also: Sequence[str]) -> None:
+        """Writes what changed, and the totals named in `also`; reads those of the others."""
+        own = {name: total.own for name, total in dict(self._totals).items()}
+        changed = [name for name, count in own.items() if count != self._put.get(name, 0)]
+        news = {name: max(-MAX_COUNT, min(own.get(name, 0), MAX_COUNT)) for name in (*changed, *also)}
+        if news:
+            store.put_counts(self._gateway, news)
+            self._put.update(news)
+        self._take(store.others_counts(self._gateway, FRESH_S, are_all=self._is_behind))
 
     def _take(self, counts: Sequence[OthersCount]) -> None:
         totals = dict(self._totals)

@@ -123,6 +123,15 @@ class StoreWriter:
             else:
                 future.set_result(result)
 
+    @property
+    def has_others(self) -> bool:
+        return self._quota_sync.has_others
+
+    def catch_up(self) -> None:
+        """Exchanges the totals of quotas alone; a failure is the next turn's to report."""
+        with contextlib.suppress(Exception):
+            self._quota_sync.catch_up(self._usage)
+
     def _refresh(self) -> None:
         if self._database.refresh():
             log.warning("store: its file was replaced, and is open again")

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from penstock.gateway.body_fields import Usage, UsageBody, UsageEvent, UsageReport
+from penstock.gateway.body_fields import Usage, UsageBody, UsageEvent, UsageReport, replace_field
 
 _USAGE: Final = b'"usage"'
 _OBJECT: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
@@ -60,13 +60,9 @@ def ask_for_usage(body: bytes, stream_options: object) -> bytes:
     begin = _FIRST_BRACE.match(body)
     if stream_options is None and begin is not None and b'"stream_options"' not in body:
         return body[: begin.end()] + _INCLUDE + body[begin.end() :]
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except RecursionError:
-        return body  # counted by an estimate
     options = stream_options if isinstance(stream_options, dict) else {}
-    fields["stream_options"] = msgspec.Raw(msgspec.json.encode(options | {"include_usage": True}))
-    return msgspec.json.encode(fields)
+    asked = replace_field(body, "stream_options", msgspec.json.encode(options | {"include_usage": True}))
+    return body if asked is None else asked  # counted by an estimate
 
 
 def find_usage(data: bytes) -> Usage | None:
