@@ -122,17 +122,6 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-class Once(argparse.Action):
-    """Stores a value, and refuses a second one, which would silently win."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        if (given := getattr(namespace, self.dest)) is not None:
-            raise argparse.ArgumentError(self, f"given twice, {given} and {values}: only one can be used")
-        setattr(namespace, self.dest, values)
-
-
 # ---- common arguments ------------------------------------------------------------------------------------------------
 
 

@@ -86,7 +86,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         groups[options] = parser.add_argument_group(title)
         for option in options:
             words = {"type": option.kind, "metavar": option.word, "help": option.text}
-            groups[options].add_argument(flag(option.field), *option.aliases, action=arguments.Once, **words)
+            groups[options].add_argument(flag(option.field), *option.aliases, **words)
     groups[_LAYOUT].add_argument("--expert", action="store_true", help="whole experts on each rank of a MoE model")
     engine = groups[_ENGINE]
     engine.add_argument("--dtype", choices=_DTYPES, help="dtype of weights and activations")
