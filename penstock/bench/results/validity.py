@@ -41,7 +41,6 @@ class Verdict(msgspec.Struct, frozen=True):
     valid: bool
     reasons: tuple[str, ...]
     bounds: dict[str, float]
-    has_server_failed: bool
 
 
 def judge(
@@ -62,17 +61,16 @@ def judge(
             f"the generator was {generator.lateness_p99_ms:.1f} ms late at p99 (bound {MAX_LATENESS_MS:g} ms)"
         )
     n_ended = summary.completed + summary.failed
-    has_server_failed = not summary.completed or summary.failed > most_failed * n_ended
     if not summary.completed:
         reasons.append("no request was completed")
-    elif has_server_failed:
+    elif summary.failed > most_failed * n_ended:
         reasons.append(f"{summary.failed / n_ended:.1%} of the requests failed (bound {most_failed:.0%})")
     if cut_short:
         reasons.append(cut_short)
     if was_interrupted:
         reasons.append("the run was interrupted: these are the numbers so far")
     bounds = {"cpu_share": MAX_CPU_SHARE, "lateness_p99_ms": MAX_LATENESS_MS, "failed_share": most_failed}
-    return Verdict(not reasons, tuple(reasons), bounds, has_server_failed)
+    return Verdict(not reasons, tuple(reasons), bounds)
 
 
 def describe(

@@ -1,7 +1,8 @@
 """The verbs under `penstock bench`: one table, and the arguments that several of them share.
 
-Exit codes: 0 for what was measured, also when the generator was late or a sweep's least load is too much; 1 when an
-engine fails, nothing is answered or too many requests fail; 2 for input that cannot be used; 130 after Ctrl-C.
+Exit codes: 0 for what was measured, also when a sweep's least load is too much; 1 when an engine fails, or a run of
+`serve` is not valid (too many requests failed, or the generator was late); 2 for input that cannot be used; 130 after
+Ctrl-C.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def _serve(options: argparse.Namespace) -> int:
         print(f"written to {folder} (report.html is the page)")
     if report.was_interrupted:
         return _INTERRUPTED
-    return EXIT_OURS if report.verdict.has_server_failed else 0
+    return 0 if report.verdict.valid else EXIT_OURS
 
 
 def _text(options: argparse.Namespace, pace: Pace, report: Report) -> str:
