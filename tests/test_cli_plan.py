@@ -219,3 +219,15 @@ def test_the_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     flags = {f"--{field.replace('_', '-')}" for field in fields}
     flags -= {"--facts", "--prefix-caching", "--more-args", "--environment", "--links"}
     assert [flag for flag in flags | {"--no-prefix-caching", "--plot", "--write", "--json"} if flag not in shown] == []
+
+
+def test_a_checkpoint_that_is_to_be_made_has_no_line_that_starts_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "d.yaml"
+    words = ("llama-3.1-8b", "--gpu", "b200", "--quantization", "nvfp4", "--write", str(path))
+    assert run(*words) == 0
+    shown = capsys.readouterr().out
+    assert "penstock up" not in shown and "vllm serve" not in shown
+    assert "plan and serve a repository that has it" in " ".join(shown.split())
+    assert "did not write" in shown and not path.exists()

@@ -128,7 +128,11 @@ def json_object(text: str) -> dict[str, Any]:
 def complete(parser: argparse.ArgumentParser, action: Action, examples: Sequence[str] = ()) -> None:
     parser.set_defaults(verb=action)
     if examples:
-        parser.epilog = "\n".join(["examples:", *(f"  {example}" for example in examples)])
+        add_examples(parser, *examples)
+
+
+def add_examples(parser: argparse.ArgumentParser, *examples: str) -> None:
+    parser.epilog = "\n".join(["examples:", *(f"  {example}" for example in examples)])
 
 
 def add_json(parser: argparse.ArgumentParser, text: str = "print JSON") -> None:

@@ -10,6 +10,7 @@ from penstock.bench.results.stats import Summary, Timed, percentile
 
 # One process has one core. Above this share reads queue behind each other often enough to move a p50.
 MAX_CPU_SHARE = 0.85
+_LEAST_CPU_S = 0.1  # below it, the share is that of the start
 # How late requests are sent (open loop) or the loop's own alarm goes off, at the 99th percentile.
 MAX_LATENESS_MS = 10.0
 # Times leave failed requests out: a p95 of the others is no longer one of the users' 5 percent.
@@ -51,7 +52,7 @@ def judge(
     most_failed: float = MAX_FAILED_SHARE,
 ) -> Verdict:
     reasons = []
-    if generator.cpu_share > MAX_CPU_SHARE:
+    if generator.cpu_share > MAX_CPU_SHARE and generator.cpu_s > _LEAST_CPU_S:
         reasons.append(
             f"the generator used {generator.cpu_share:.0%} of a core (bound {MAX_CPU_SHARE:.0%}): "
             "latencies hold its own queue"

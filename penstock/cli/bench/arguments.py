@@ -12,7 +12,7 @@ import importlib
 import secrets
 from pathlib import Path
 
-from penstock.cli.arguments import add_engine, add_source, count, count_or_zero, counts
+from penstock.cli.arguments import add_engine, add_examples, add_source, count, count_or_zero, counts
 
 # The verb -> its help, and its module in this folder with the function that adds its arguments.
 VERBS = {
@@ -27,6 +27,7 @@ VERBS = {
 
 def register(sub: argparse.ArgumentParser) -> None:
     verbs = sub.add_subparsers(title="what to measure", metavar="WHAT", required=True)
+    add_examples(sub, "penstock bench serve --concurrency 8 --requests 200", "penstock bench compare RUN1 RUN2")
     for name, (text, target) in VERBS.items():
         module, function = target.split(":")
         verb = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
