@@ -157,7 +157,7 @@ def _foreign(value: Any, path: str) -> Iterator[Problem]:
         yield Problem(path, f"cannot be {_FOREIGN.get(type(value), type(value).__name__)}", "give text or a list")
 
 
-_FOREIGN = {bytes: "binary data", set: "a set"}
+_FOREIGN: dict[type, str] = {bytes: "binary data", set: "a set"}
 
 
 def _is_utf8(text: str) -> bool:
