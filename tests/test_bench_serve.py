@@ -601,25 +601,3 @@ def test_a_full_disk_ends_the_run_with_what_was_written(engine: InThread) -> Non
     outcome = run_load(address, Load([message], concurrency=4, n_requests=10_000), file=Full())
     assert outcome.cut_short == "could not write what was read: No space left on device"
     assert 0 < len(errors(outcome)) < 20
-
-
-def test_a_run_that_is_not_valid_exits_with_1(
-    engine: InThread, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(validity, "MAX_LATENESS_MS", -1.0)
-    words = "bench serve --model m --requests 2 --concurrency 1 --warmup 0 --max-tokens 1 --json --url"
-    assert main.run([*words.split(), engine.url]) == 1
-    result = json.loads(capsys.readouterr().out)
-    assert (result["completed"], result["valid"]) == (2, False)
-    assert "late at p99" in result["invalid_because"][0]
-
-
-def test_a_trace_alone_is_replayed_whole(
-    engine: InThread, tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [{"timestamp": index * 20, "input_length": 5, "output_length": 1} for index in range(7)]
-    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = ["--dataset", f"replay:{tmp_path / 't.jsonl'}", "--tokenizer", str(files.BUNDLED), "--json"]
-    assert main.run(["bench", "serve", "--url", engine.url, "--model", "m", *words]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert (result["completed"], result["pace"]["arrival"], result["pace"]["n_requests"]) == (7, "replay", 7)
