@@ -284,16 +284,6 @@ def test_what_cannot_be_run_is_refused(words: str, said: str, home: Path, capsys
     assert not [*home.glob("bench/*")]
 
 
-def test_a_trace_is_replayed_to_its_end(engine: InThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = tmp_path / "trace.jsonl"
-    rows = [{"prompt": "a", "max_tokens": 1, "offset_s": index * 1e-4} for index in range(1200)]
-    trace.write_text("\n".join(map(json.dumps, rows)))
-    words = f"bench serve --url {engine.url} --model m --arrival replay --no-stream --json --out {tmp_path}/o"
-    assert main.run([*words.split(), "--dataset", f"jsonl:{trace}"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["completed"] + result["failed"] == 1200
-
-
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 def test_random_prompts_are_exact_where_the_models_tokenizer_is_here(
     engine: InThread, endpoint: str, tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]

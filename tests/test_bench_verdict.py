@@ -44,3 +44,13 @@ def test_a_trace_alone_is_replayed_whole(
     assert main.run(["bench", "serve", "--url", engine.url, "--model", "m", *words]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["completed"], result["pace"]["arrival"], result["pace"]["n_requests"]) == (7, "replay", 7)
+
+
+def test_a_trace_is_replayed_to_its_end(engine: InThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"prompt": "a", "max_tokens": 1, "offset_s": index * 1e-4} for index in range(1200)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    words = f"bench serve --url {engine.url} --model m --arrival replay --no-stream --json --out {tmp_path}/o"
+    assert main.run([*words.split(), "--dataset", f"jsonl:{trace}"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["completed"] + result["failed"] == 1200
