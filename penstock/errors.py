@@ -58,7 +58,8 @@ class SpecError(UserError):
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         super().__init__(
             f"cannot use {source}: {count}",
-            detail="\n".join(str(problem) for problem in problems),
+            # A problem of several lines is one still: the others stand below it.
+            detail="\n".join(str(problem).replace("\n", "\n  ") for problem in problems),
             hint=None if any(problem.hint for problem in problems) else "docs/reference/spec.md lists every field",
         )
 

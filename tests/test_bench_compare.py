@@ -115,11 +115,15 @@ def test_a_slower_run_is_worse_and_a_faster_one_better(tmp_path: Path) -> None:
 def test_unlike_runs_are_named(tmp_path: Path) -> None:
     a = folder.load(write_run(tmp_path / "a"))
     why = ["late by 80 ms"]
-    changed: dict[str, Any] = {"flags": {"rate": 12, "url": "http://x"}, "versions": {}, "valid": False}
+    changed: dict[str, Any] = {
+        "flags": {"rate": 12, "url": "http://x", "save_result": True},
+        "versions": {},
+        "valid": False,
+    }
     b = folder.load(write_run(tmp_path / "b", **changed, invalid_because=why))
     found = compare.compare(a, b)
     assert "flags.rate: 10.0, then 12" in found.unlike and "versions.penstock: 0.1.0, then not given" in found.unlike
-    assert not any("url" in line for line in found.unlike)
+    assert not any("url" in line or "save" in line for line in found.unlike)
     assert "b is not valid: late by 80 ms" in found.notes
     shown = compare.text(found)
     assert "compare like with like" in shown and "note: b is not" in shown

@@ -193,6 +193,11 @@ def test_a_trace_is_replayed_at_a_speed_and_shares_the_beginnings_of_its_hash_id
         (("2023-11-16 18:17:03.5", "2023-11-16 18:17:05.5"), None, (0, 2)),
         ((0, 0.25), None, None),
         (tuple(range(25)), None, None),  # 25 requests in 24 ms: those were seconds
+        (tuple(range(0, 16, 2)), None, None),
+        (tuple(index * 300_000 for index in range(8)), None, None),  # one every 300 s: those were microseconds
+        (tuple(index * 300_000 for index in range(8)), "us", tuple(index * 0.3 for index in range(8))),
+        ((0, 0, 0, 0, 0, 0), None, (0,) * 6),
+        ((0, 300_000), "ms", (0, 300)),
     ],
 )
 def test_the_unit_of_a_traces_times_is_recognised_or_asked_for(

@@ -164,3 +164,46 @@ def test_power_is_right_though_pages_hold_old_readings() -> None:
         engine_metrics.read_page(energy_page(500.0 * (3 + n - late)), 3.0 + n, "a") for n, late in enumerate(late_s)
     ]
     assert engine_metrics.power_watts([row for row in rows if row is not None]) == pytest.approx(500, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("events", "error"),
+    [
+        ((DONE,), "empty"),
+        ((USAGE, DONE), "empty"),
+        ((event({"choices": [{"delta": {"role": "assistant", "content": ""}}]}), DONE), "empty"),
+        ((event({"choices": []}), DONE), "empty"),
+        ((FINISH, DONE), None),  # the model ended at once
+        ((event({"choices": [{"text": "", "finish_reason": "length"}]}), DONE), None),  # max_tokens 0
+        ((token(), DONE), None),
+    ],
+)
+def test_an_answer_without_a_token_or_a_reason_has_failed(events: tuple[bytes, ...], error: str | None) -> None:
+    assert parse_exchange(raw(HEAD, *chunks(*events), LAST_CHUNK), True)[0].error == error
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ({"choices": []}, "empty"),
+        ({"usage": {"completion_tokens": 0}}, "empty"),
+        ({"choices": [{"message": {"content": "a"}}]}, None),
+        ({"choices": [{"text": "a"}]}, None),
+        ({"choices": [{"message": {"content": ""}, "finish_reason": "length"}]}, None),
+    ],
+)
+def test_a_whole_answer_without_a_choice_has_failed(body: object, error: str | None) -> None:
+    data = json.dumps(body).encode()
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(data)
+    assert parse_exchange(raw(head + data), False)[0].error == error
+
+
+def test_the_hit_rate_is_that_of_the_answers_where_the_engine_counts_none() -> None:
+    usage = {"prompt_tokens": 8, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 6}}
+    ends = chunks(token(), FINISH, event({"choices": [], "usage": usage}), DONE)
+    answer, _ = parse_exchange(raw(HEAD, *ends, LAST_CHUNK), True)
+    plain, _ = parse_exchange(raw(HEAD, *chunks(token(), FINISH, USAGE, DONE), LAST_CHUNK), True)
+    assert (answer.cached_tokens, plain.cached_tokens) == (6, None)
+    assert engine_metrics.hit_rate({"a": {"prompt_tokens": 1.0}}, [answer, plain]) == 0.75
+    assert engine_metrics.hit_rate({"a": {"prefix_queries": 10.0, "prefix_hits": 1.0}}, [answer]) == 0.1
+    assert engine_metrics.hit_rate({}, [plain]) is None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from penstock.cli import arguments, output
+from penstock.cli import arguments, main, output
+from penstock.errors import UserError
 
 READ: list[tuple[Callable[[str], Any], str, Any]] = [
     (arguments.whole(0, 65535), "65535", 65535),
@@ -57,6 +58,50 @@ def test_a_value_is_refused_in_one_sentence(read: Callable[[str], Any], text: st
         read(text)
     assert words in str(caught.value)
     assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "up --replicas 2 --replicas 3",
+        "up m --port 1 --port=1",
+        "up m -tp 2 --tensor-parallel-size 4",
+        "up m --served-model-name a --served-model-name b",
+        "render d.yaml -f k.yaml",
+        "render -f d.yaml k.yaml",
+        "logs -n 5 --tail 7",
+        "bench serve --rate 5 --request-rate 6",
+        "gateway --upstream a=b --policy sticky --policy prefix",
+        "keys create --name a --name b",
+    ],
+)
+def test_a_second_value_is_refused_and_does_not_win(words: str) -> None:
+    with pytest.raises(UserError, match="given twice"):
+        main.parser().parse_args(words.split())
+
+
+def test_what_may_be_repeated_is_kept_whole() -> None:
+    assert main.parser(["up"]).parse_args(["up", "--set", "a=1", "--set", "b=2", "-d", "-d"]).set == ["a=1", "b=2"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model", "Say hi", "--name", "r1", "--port", "0"),
+        ("model", "--name", "r1", "--port", "0", "Say hi"),
+        ("--name", "r1", "--port=0", "model", "Say hi"),
+        ("model", "--name", "r1", "Say", "--port", "0", "-tp", "2", "hi"),
+    ],
+)
+def test_a_prompt_may_stand_before_and_after_options(words: Sequence[str]) -> None:
+    options = main.parser(["run"]).parse_args(["run", *words])
+    assert (options.source, options.name, options.port, " ".join(options.prompt)) == ("model", "r1", 0, "Say hi")
+
+
+def test_words_for_a_chat_are_told_the_option_that_sends_them() -> None:
+    with pytest.raises(UserError, match="unrecognized arguments: hi there") as caught:
+        main.parser(["chat"]).parse_args(["chat", "qwen", "hi", "there"])
+    assert caught.value.hint == 'To send it: --message "hi there".'
 
 
 HEAD = ("NAME", "STATE", "ADDRESS", "MODEL")

@@ -17,6 +17,7 @@ from test_cli import DEMO_DEPLOYMENT, Shell, check_error, known_machine, shell  
 
 from penstock import __version__
 from penstock.cli import main
+from penstock.engines.vllm import serve_flags
 from penstock.run_folder import Handle
 
 
@@ -98,6 +99,33 @@ def test_a_shell_completes_every_verb_and_its_options(shell: Shell, tmp_path: Pa
     path.write_text(f"{script}\nCOMP_WORDS=(penstock logs --fo); COMP_CWORD=2; _penstock; echo ${{COMPREPLY[@]}}\n")
     done = subprocess.run(["bash", str(path)], capture_output=True, text=True, check=True)
     assert done.stdout == "--follow\n"
+    (tmp_path / "runs" / "qwen").mkdir(parents=True)
+    asked = {
+        "bench ": ["serve", "compare", "report", "sweep", "throughput", "latency"],
+        "bench serve --rat": ["--rate", "--rate-from"],
+        "bench serve --arrival ": ["poisson", "constant", "gamma", "ramp", "replay"],
+        "autoscale s": ["simulate"],
+        "keys ro": ["rotate"],
+        "rm --fo": ["--forget"],
+        "ps --al": ["--all"],
+        "stop q": ["qwen"],
+        "scale q": ["qwen"],
+        "help sta": ["status"],
+        "up --engine l": ["llamacpp"],
+        "completion f": ["fish"],
+        "service ins": ["install"],
+        "stat": ["status"],
+        "sto": ["stop"],
+    }
+    empty = '""'
+    lines = [
+        f"COMP_WORDS=(penstock {words}{empty * words.endswith(' ')}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); "
+        "_penstock; echo ${COMPREPLY[@]}"
+        for words in asked
+    ]
+    path.write_text("\n".join([script, f"PENSTOCK_HOME={tmp_path}", *lines]))
+    done = subprocess.run(["bash", str(path)], capture_output=True, text=True, check=True)
+    assert dict(zip(asked, map(str.split, done.stdout.splitlines()), strict=True)) == asked
     assert "bashcompinit" in shell("completion", "zsh")[1]
     fish = shell("completion", "fish")[1]
     page = shell("help", "--man")[1]
@@ -121,6 +149,23 @@ def test_a_service_is_a_unit_that_starts_and_ends_the_deployment(
     flags = "--set replicas=2 --set gateway.port=9000"
     assert f"ExecStart={sys.executable} -m penstock.cli.main up {file} --set name=chat {flags}" in lines
     assert f"ExecStop={sys.executable} -m penstock.cli.main down chat" in lines
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "a b"))
+    assert shell("service", "install", str(file), "--name", "chat")[0] == 0
+    assert f'Environment="PENSTOCK_HOME={tmp_path / "a b"}"' in unit.read_text()
+    assert unit.read_text().count("name=chat") == 1
+    assert 'unknown action "remove"' in shell("service", "remove", str(file))[2]
+
+
+@pytest.mark.parametrize("words", ["bench", "bench serve", "autoscale", "autoscale explain", "up"])
+def test_help_has_examples(shell: Shell, capsys: pytest.CaptureFixture[str], words: str) -> None:
+    assert f"examples:\n  penstock {words}" in shell("help", *words.split())[1]
+
+
+def test_a_mistyped_flag_of_vllm_gets_the_nearest() -> None:
+    assert serve_flags.meant("max-nums-seqs") == "max-num-seqs"
+    assert serve_flags.meant("no-enable-prefix-cachng") == "enable-prefix-caching"
+    for known in ("max-num-seqs", "max-num-seq", "no-enable-prefix-caching", "compilation-config.level", "a-new-one"):
+        assert serve_flags.meant(known) is None
 
 
 def test_pull_downloads_the_model_and_says_where_it_is(shell: Shell, tmp_path: Path) -> None:

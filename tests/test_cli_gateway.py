@@ -85,6 +85,7 @@ def test_every_argument_becomes_a_setting() -> None:
     [
         ([], "--upstream"),
         (["--upstream", "http://127.0.0.1:9"], "MODEL=URL"),
+        (["--upstream", "m=http://127.0.0.1:9", "--upstream-key", "x"], "MODEL=FILE or MODEL=env:NAME"),
         (["--upstream", "m\r\nX: y=http://127.0.0.1:9"], "MODEL=URL"),
         (["--upstream", "m=https://127.0.0.1:9"], "is not http://host:port or unix:/path"),
         (["--listen", "0.0.0.0:9300", *UPSTREAM], "--auth none"),

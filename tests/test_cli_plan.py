@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -14,7 +13,7 @@ import msgspec
 import pytest
 from plan_shapes import planned
 
-from penstock.cli import plan
+from penstock.cli import main, plan
 from penstock.deployment import planning
 from penstock.errors import UserError
 from penstock.hardware import Gpu, Links, detect
@@ -45,9 +44,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
 
 
 def run(*argv: str) -> int:
-    parser = argparse.ArgumentParser(prog="penstock plan")
-    plan.register(parser)
-    return plan.run(parser.parse_args(argv))
+    return plan.run(main.parser(["plan"]).parse_args(["plan", *argv]))
 
 
 def test_every_flag_of_the_contract_reaches_the_solver(asked: Asked) -> None:
@@ -89,9 +86,8 @@ def test_every_flag_of_the_contract_reaches_the_solver(asked: Asked) -> None:
     ],
 )
 def test_bad_values_exit_with_2(words: str, asked: Asked) -> None:
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(UserError):
         run(*BASE, *words.split())
-    assert caught.value.code == 2
     assert asked == []
 
 
@@ -223,3 +219,15 @@ def test_the_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     flags = {f"--{field.replace('_', '-')}" for field in fields}
     flags -= {"--facts", "--prefix-caching", "--more-args", "--environment", "--links"}
     assert [flag for flag in flags | {"--no-prefix-caching", "--plot", "--write", "--json"} if flag not in shown] == []
+
+
+def test_a_checkpoint_that_is_to_be_made_has_no_line_that_starts_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "d.yaml"
+    words = ("llama-3.1-8b", "--gpu", "b200", "--quantization", "nvfp4", "--write", str(path))
+    assert run(*words) == 0
+    shown = capsys.readouterr().out
+    assert "penstock up" not in shown and "vllm serve" not in shown
+    assert "plan and serve a repository that has it" in " ".join(shown.split())
+    assert "did not write" in shown and not path.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from penstock import errors
 from penstock.errors import EngineError, PenstockError, PlanError, Problem, SpecError, UserError, nearest
 
 
@@ -41,3 +42,10 @@ def test_the_nearest_name_is_found_with_dashes_or_underscores(word: str, expecte
     legal = ["kind", "max_model_len", "executor"]
     assert nearest(word, legal) == expected
     assert nearest(word, iter(legal)) == expected
+
+
+def test_a_problem_of_several_lines_is_one_in_the_list() -> None:
+    error = errors.SpecError(
+        "it", [errors.Problem("", "runs with other settings: a\nb"), errors.Problem("x", "is bad")]
+    )
+    assert error.detail == "runs with other settings: a\n  b\nx: is bad"

@@ -424,9 +424,7 @@ def test_a_home_that_is_away_for_a_moment_ends_nothing(place: Place, killed: tup
     assert (pid_of(run, "controller") == controller) is not bool(killed)
     node = pid_of(run, "node")
     kill(node)
-    wait_until(
-        lambda: [pid for pid in pids(run, "node") if pid != node] and now(run).phase == "ready", "a new node", 25
-    )
+    wait_until(lambda: bool({*pids(run, "node")} - {node}) and now(run).phase == "ready", "a new node", 25)
     ask(run)
 
 

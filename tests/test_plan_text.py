@@ -109,7 +109,7 @@ def test_every_model_of_the_catalogue_is_answered_and_explained() -> None:
             assert {"weights", "one token"} <= set(explanation(request, sizing)), model
 
 
-@pytest.mark.parametrize("width", [72, 80, plan_text.WIDTH])
+@pytest.mark.parametrize("width", [60, 71, 72, 80, plan_text.WIDTH])
 def test_no_line_is_wider_than_the_terminal_and_none_ends_in_blanks(width: int) -> None:
     for name, case in CASES.items():
         lines = plan_text.text(*case, width).splitlines()
@@ -188,3 +188,8 @@ def test_json_has_exactly_the_contract() -> None:
 def test_the_picture_is_an_svg_of_the_view_that_fetches_nothing() -> None:
     drawn = {name: plan_text.svg(*case) for name, case in CASES.items()}["fits"]
     assert drawn.startswith("<svg") and "475,648" in drawn and "█" in drawn and "url(http" not in drawn
+
+
+def test_a_flag_of_a_lever_is_not_broken_in_a_narrow_terminal() -> None:
+    shown = plan_text.text(*planned("llama-3.1-8b", "h100-sxm"), 60)
+    assert "--kv-cache-dtype" in shown and "start it" in shown

@@ -163,6 +163,41 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     assert caught.value.detail == "it is not UTF-8 text"
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("2024-01-01", "2024-01-01 is a date in YAML"),
+        ("{a: 2024-01-01 10:00:00}", ".a: 2024-01-01 10:00:00 is a date in YAML"),
+        ("[{2024-01-01: .nan}]", "[0].2024-01-01: nan is not a finite number"),
+        ("{a: [1, -.inf]}", ".a[1]: -inf is not a finite number"),
+        ("!!binary aGk=", "cannot be binary data"),
+        ("{a: !!set {b}}", ".a: cannot be a set"),
+        ("1" + "0" * 30, "has more than 64 bits"),
+        ('"\\ud800"', "is not UTF-8 text"),
+        ('{"\\ud800": 1}', "is not UTF-8 text"),
+    ],
+)
+@pytest.mark.parametrize("field", ["engine.args.x", "engine.env.x", "name", "gateway.price", "kubernetes.labels", "zz"])
+def test_no_value_that_yaml_can_make_ends_in_a_fault(field: str, value: str, words: str) -> None:
+    *parents, last = field.split(".")
+    text = "".join(f"{parent}: {{" for parent in parents) + f"{last}: {value}" + "}" * len(parents)
+    for error in (refused(f"model: m\n{text}"), refused("model: m", f"{field}={value}")):
+        assert words in str(error.detail)
+        str(error.detail).encode()
+
+
+def test_keys_that_are_no_text_become_text() -> None:
+    found = reading.parse("model: m\nengine: {args: {x: {1: 2, 2024-01-01: {null: [{1.5: a}]}}}}").engine
+    assert found.args["x"] == '{"1": 2, "2024-01-01": {"None": [{"1.5": "a"}]}}'
+
+
+def test_a_number_that_yaml_reads_as_text_is_shown_as_it_must_be_written() -> None:
+    error = refused("model: m\ngateway: {price: {input: 1e-6, output: 2.5e3}}")
+    assert 'input: expected a number, got "1e-6" (in YAML a number has a point and a sign: 1.0e-6)' in str(error.detail)
+    assert "2.5e+3" in str(error.detail)
+    assert reading.parse("model: m\ngateway: {price: {input: 1.0e-6, output: 2.5e+3}}").gateway.price is not None
+
+
 def test_settings_go_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("model: m\nreplicas: 1\ngateway: {port: 8000}")

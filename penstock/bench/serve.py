@@ -301,7 +301,7 @@ def report(what: Run, outcome: Outcome, out: Path | None = None) -> Report:
         "validity_bounds": verdict.bounds,
         "generator": msgspec.to_builtins(generator),
         "engine": engine,
-        "prefix_hit_rate": engine_metrics.hit_rate(engine),
+        "prefix_hit_rate": engine_metrics.hit_rate(engine, requests),
         **_energy(engine_metrics.power_watts(rows), summary),
         "warmup_requests": what.n_warmup,
         "percentiles": list(what.percentiles),

@@ -122,24 +122,17 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-class Once(argparse.Action):
-    """Stores a value, and refuses a second one, which would silently win."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        if (given := getattr(namespace, self.dest)) is not None:
-            raise argparse.ArgumentError(self, f"given twice, {given} and {values}: only one can be used")
-        setattr(namespace, self.dest, values)
-
-
 # ---- common arguments ------------------------------------------------------------------------------------------------
 
 
 def complete(parser: argparse.ArgumentParser, action: Action, examples: Sequence[str] = ()) -> None:
     parser.set_defaults(verb=action)
     if examples:
-        parser.epilog = "\n".join(["examples:", *(f"  {example}" for example in examples)])
+        add_examples(parser, *examples)
+
+
+def add_examples(parser: argparse.ArgumentParser, *examples: str) -> None:
+    parser.epilog = "\n".join(["examples:", *(f"  {example}" for example in examples)])
 
 
 def add_json(parser: argparse.ArgumentParser, text: str = "print JSON") -> None:

@@ -18,6 +18,9 @@ _LAST_S = 3600.0
 
 def register(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(title="what to do", metavar="WHAT", required=True)
+    arguments.add_examples(
+        parser, "penstock autoscale explain", "penstock autoscale simulate --trace code --start-s 100"
+    )
     for name, text, add in (
         ("explain", "list the decisions of the last hour, with their numbers", _add_explain),
         ("replay", "decide for recorded samples, one JSON line each", autoscale_replay.register),

@@ -5,19 +5,23 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Iterator
-from typing import Any
 
 from penstock import __version__
 from penstock.cli import arguments, main
 
+# The path is the verb with its sub-verb; what stands before the cursor may be an option with fixed values.
 _BASH = """\
 _penstock() {{
-  local words verb=${{COMP_WORDS[1]}} runs=${{PENSTOCK_HOME:-$HOME/.penstock}}/runs
-  if [ "$COMP_CWORD" = 1 ]; then words="{verbs}"; else
-    case $verb in
+  local words= word verb= last=${{COMP_WORDS[COMP_CWORD-1]}} runs=${{PENSTOCK_HOME:-$HOME/.penstock}}/runs
+  for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
+    case "$verb $word" in {paths}) verb="$verb $word" ;; esac
+  done
+  case "$verb $last" in
+{choices}
+    *) case "$verb" in
 {cases}
-    esac
-  fi
+    esac ;;
+  esac
   COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
 }}
 complete -o default -F _penstock penstock
@@ -47,28 +51,70 @@ def _help(options: argparse.Namespace) -> int:
 
 
 def _verbs() -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
-    root: Any = main.parser()
-    (action,) = (action for action in root._actions if isinstance(action, argparse._SubParsersAction))
-    for name, verb in action.choices.items():
+    for name, verb in _sub_verbs(main.parser()).items():
         yield name, main.VERBS[name].text, verb
+
+
+def _sub_verbs(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    choices = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(next(choices, {}))
 
 
 def _options(verb: argparse.ArgumentParser) -> list[argparse.Action]:
     return [action for action in verb._actions if action.option_strings and action.dest != "help"]
 
 
+def _long(action: argparse.Action) -> list[str]:
+    return [flag for flag in action.option_strings if flag.startswith("--")]
+
+
+def _words(verb: argparse.ArgumentParser) -> list[str]:
+    """What may follow: sub-verbs, the choices of positional arguments, names of deployments, verbs, flags."""
+    words = [*_sub_verbs(verb)]
+    for action in verb._actions:
+        if action.option_strings or isinstance(action, argparse._SubParsersAction):
+            continue
+        words += map(str, action.choices or ())
+        words += ["$(ls $runs 2>/dev/null)"] if "NAME" in str(action.metavar) else []
+        words += main.VERBS if action.metavar == "VERB" else []
+    return [*words, *(flag for action in _options(verb) for flag in _long(action))]
+
+
 def _completion(options: argparse.Namespace) -> int:
-    lines, cases = list[str](), list[str]()
-    for name, text, verb in _verbs():
-        flags = [flag for action in _options(verb) for flag in action.option_strings if flag.startswith("--")]
-        has_name = any(action.metavar == "NAME" for action in verb._actions if not action.option_strings)
-        cases.append(f'      {name}) words="{" ".join(flags)}{" $(ls $runs 2>/dev/null)" if has_name else ""}" ;;')
-        lines.append(f"complete -c penstock -n __fish_use_subcommand -a {name} -d {shlex.quote(text)}")
-        lines += [f"complete -c penstock -n '__fish_seen_subcommand_from {name}' -l {flag[2:]}" for flag in flags]
-    script = _BASH.format(verbs=" ".join(main.VERBS), cases="\n".join(cases))
-    zsh = f"autoload -U +X bashcompinit && bashcompinit\n{script}"
-    print({"bash": script, "zsh": zsh, "fish": "\n".join(lines)}[options.shell])
+    trees = {name: verb for name, _, verb in _verbs()}
+    trees |= {alias: trees[words[0]] for alias, words in main.ALIASES.items() if words[0] in trees}
+    paths = {f" {name}": verb for name, verb in trees.items()}
+    for name, verb in trees.items():
+        paths |= {f" {name} {word}": each for word, each in _sub_verbs(verb).items()}
+    if options.shell == "fish":
+        print("\n".join(line for path, verb in paths.items() for line in _fish(path.split(), verb)))
+        return 0
+    choices = [
+        f'    "{path} {flag}") words="{" ".join(map(str, action.choices))}" ;;'
+        for path, verb in paths.items()
+        for action in _options(verb)
+        for flag in action.option_strings
+        if action.choices
+    ]
+    cases = [f'      "{path}") words="{" ".join(_words(verb))}" ;;' for path, verb in paths.items()]
+    cases.append(f'      "") words="{" ".join([*main.VERBS, *main.ALIASES])}" ;;')
+    known = "|".join(f'"{path}"' for path in paths)
+    script = _BASH.format(paths=known, choices="\n".join(choices), cases="\n".join(cases))
+    print(f"autoload -U +X bashcompinit && bashcompinit\n{script}" if options.shell == "zsh" else script)
     return 0
+
+
+def _fish(path: list[str], verb: argparse.ArgumentParser) -> Iterator[str]:
+    here = shlex.quote("; and ".join(f"__fish_seen_subcommand_from {word}" for word in path))
+    if len(path) == 1:
+        name = main.ALIASES.get(path[0], path)[0]
+        yield f"complete -c penstock -n __fish_use_subcommand -a {path[0]} -d {shlex.quote(main.VERBS[name].text)}"
+    fixed = [word for word in _words(verb) if not word.startswith(("-", "$"))]
+    if fixed:
+        yield f"complete -c penstock -n {here} -a {shlex.quote(' '.join(fixed))}"
+    for action in _options(verb):
+        values = f" -x -a {shlex.quote(' '.join(map(str, action.choices)))}" if action.choices else ""
+        yield from (f"complete -c penstock -n {here} -l {flag[2:]}{values}" for flag in _long(action))
 
 
 def _manual_page() -> Iterator[str]:

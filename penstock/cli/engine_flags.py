@@ -7,6 +7,7 @@ import difflib
 import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from penstock.cli import arguments
 from penstock.engines.vllm import names
@@ -15,7 +16,7 @@ from penstock.text import bare_flag
 _FIELD = re.compile(r"(?:parallel|engine|hardware)\.\w+|gateway\.host")
 
 
-def split(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+def split(words: Sequence[str], parser: Any) -> tuple[list[str], list[str]]:
     """The words that are the verb's own, and the settings that the others mean: `-tp 2` is parallel.tensor=2.
 
     A flag that looks like a mistyped one of the verb stays with the verb.
@@ -33,6 +34,9 @@ def split(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[s
             has_value = left and not names.SWITCHES.match(flag) and not left[0].startswith("--")
             value = left.pop(0) if has_value else "true"
         settings.append(_setting(flag, value, parser))
+        fields = [setting.partition("=")[0] for setting in settings]
+        if fields[-1] in fields[:-1]:
+            parser.error(f"argument {name}: given twice", f"Several values: --set {fields[-1]}=[A,B].")
     return rest, settings
 
 
@@ -46,7 +50,7 @@ def _is_own(word: str, parser: argparse.ArgumentParser) -> bool:
     return is_short or is_beginning or bool(difflib.get_close_matches(name, own, 1, 0.8))
 
 
-def _setting(flag: str, value: str, parser: argparse.ArgumentParser) -> str:
+def _setting(flag: str, value: str, parser: Any) -> str:
     if flag == "served-model-name":
         return f"gateway.aliases={json.dumps([value])}"
     if flag == "max-model-len":

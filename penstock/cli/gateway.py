@@ -39,12 +39,20 @@ _BOUNDS: dict[str, tuple[str, str, Callable[[str], object], str, str]] = {
 }
 
 
-def _pair(text: str) -> tuple[str, str]:
-    model, equals, url = text.partition("=")
-    # A name may hold "=" no more than it may hold a line end: it is looked up, written into logs and metrics.
-    if not (equals and model and url) or not model.isprintable():
-        raise arguments.refusal(text, "MODEL=URL, like qwen=http://127.0.0.1:9100")
-    return model, url
+def _pair(example: str) -> Callable[[str], tuple[str, str]]:
+    def read(text: str) -> tuple[str, str]:
+        model, equals, value = text.partition("=")
+        # A name may hold "=" no more than it may hold a line end: it is looked up, written into logs and metrics.
+        if not (equals and model and value) or not model.isprintable():
+            raise arguments.refusal(text, example)
+        return model, value
+
+    return read
+
+
+_engine = _pair("MODEL=URL, like qwen=http://127.0.0.1:9100")
+_key = _pair("MODEL=FILE or MODEL=env:NAME, like qwen=qwen.key")
+_alias = _pair("MODEL=NAME, like qwen=gpt-4o")
 
 
 def _traces(text: str) -> Traces:
@@ -64,10 +72,10 @@ def register(sub: argparse.ArgumentParser) -> None:
     add = sub.add_argument
     add("--listen", default="127.0.0.1:9300", metavar="ADDRESS", help="address for clients: HOST:PORT or unix:/path")
     text = "a running engine: http://HOST:PORT or unix:/path; repeat it for more engines and models"
-    add("--upstream", action="append", required=True, type=_pair, metavar="MODEL=URL", help=text)
+    add("--upstream", action="append", required=True, type=_engine, metavar="MODEL=URL", help=text)
     text = "the key that a model's engines ask for: a file of mode 600, or env:NAME for a variable"
-    add("--upstream-key", action="append", default=[], type=_pair, metavar="MODEL=FILE", help=text)
-    add("--alias", action="append", default=[], type=_pair, metavar="MODEL=NAME", help="another name")
+    add("--upstream-key", action="append", default=[], type=_key, metavar="MODEL=FILE", help=text)
+    add("--alias", action="append", default=[], type=_alias, metavar="MODEL=NAME", help="another name")
     add("--auth", choices=("none", "keys"), default="none", help="none: on loopback and Unix sockets only")
     add("--store", metavar="FILE|URL", help="keys and usage: a SQLite file, or postgresql://...")
     text = "how long a request's row is kept; older ones become sums by day"

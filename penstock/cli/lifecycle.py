@@ -37,6 +37,7 @@ def register_up(parser: argparse.ArgumentParser) -> None:
 def register_run(parser: argparse.ArgumentParser) -> None:
     arguments.add_deployment(parser)
     parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="sent once; without it, a chat begins")
+    parser.set_defaults(takes_rest="prompt")
     examples = ('penstock run penstock-demo "What is penstock?"', "penstock run Qwen/Qwen3-0.6B")
     arguments.complete(parser, _run, examples)
 

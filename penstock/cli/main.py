@@ -96,12 +96,33 @@ class _Formatter(argparse.HelpFormatter):
         return super()._fill_text(text, width, indent)
 
 
+class _Once(argparse.Action):
+    """Stores a value, and refuses a second one, which would silently win, also under another name of the option."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        if self.dest in parser.given:
+            first, second = (_shown(each) for each in (getattr(namespace, self.dest), values))
+            raise argparse.ArgumentError(self, f"given twice, {first} and {second}: only one can be used")
+        if option is not None or values is not self.default:  # an absent word is "given" as its default
+            parser.given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
+def _shown(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
 class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print and exit: with --json, a program reads why."""
+    """Raises where argparse would print and exit: with --json, a program reads why. Options are given once, but for
+    those with action="append". `takes_rest` among its defaults: the argument for words that stand after options.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         ours: dict[str, Any] = {"formatter_class": _Formatter, "allow_abbrev": False}
         super().__init__(*args, **(ours | options))
+        self.given = set[str]()
+        for action in (None, "store"):
+            self.register("action", action, _Once)
 
     def error(self, message: str, hint: str | None = None) -> NoReturn:
         raise _UsageError(message, self.format_usage(), hint)
@@ -114,13 +135,23 @@ class _Parser(argparse.ArgumentParser):
             from penstock.cli import engine_flags
 
             words, settings = engine_flags.split(words, self)
+        self.given.clear()
         options, unknown = super().parse_known_args(words, namespace)
-        if unknown:
-            close = nearest(unknown[0].partition("=")[0], self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}", f"Did you mean {close}?" if close else None)
+        rest = self.get_default("takes_rest")
+        if rest and not any(word.startswith("-") for word in unknown):
+            setattr(options, rest, [*getattr(options, rest), *unknown])  # argparse knows words in one place only
+        elif unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}", self._hint(unknown))
         if settings:
             options.set = [*settings, *options.set]
         return options, []
+
+    def _hint(self, unknown: Sequence[str]) -> str | None:
+        word = next((word for word in unknown if word.startswith("-")), "")
+        if not word and "--message" in self._option_string_actions:
+            return f'To send it: --message "{" ".join(unknown)}".'
+        close = nearest(word.partition("=")[0], self._option_string_actions)
+        return f"Did you mean {close}?" if close else None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

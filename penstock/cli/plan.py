@@ -86,7 +86,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         groups[options] = parser.add_argument_group(title)
         for option in options:
             words = {"type": option.kind, "metavar": option.word, "help": option.text}
-            groups[options].add_argument(flag(option.field), *option.aliases, action=arguments.Once, **words)
+            groups[options].add_argument(flag(option.field), *option.aliases, **words)
     groups[_LAYOUT].add_argument("--expert", action="store_true", help="whole experts on each rank of a MoE model")
     engine = groups[_ENGINE]
     engine.add_argument("--dtype", choices=_DTYPES, help="dtype of weights and activations")
@@ -143,7 +143,8 @@ def run(options: argparse.Namespace) -> int:
 
         _write(options.plot, plan_text.svg(request, sizing), force=True)
     is_good = sizing.fits and not sizing.missed
-    if options.write and is_good:
+    is_written = is_good and planning.checkpoint_to_make(request) is None
+    if options.write and is_written:
         import yaml
 
         base = yaml.safe_load(Path(options.model).read_text("utf-8")) if reading.is_yaml(options.model) else {}
@@ -158,15 +159,17 @@ def run(options: argparse.Namespace) -> int:
         from penstock.cli import plan_text
 
         shown = output.width(plan_text.WIDTH), output.has_colour(sys.stdout)
-        up = ["penstock", "up", str(options.write)] if options.write and is_good else None
+        up = ["penstock", "up", str(options.write)] if options.write and is_written else None
         if up is None and sizing.fits and reading.is_yaml(options.model):
             up = planning.up_words(request, sizing, options.model)
         print(plan_text.text(request, sizing, *shown, up))
         if options.explain:
             print(f"\n{plan_text.explained(formulas, *shown)}")
-        for path, is_there in ((options.plot, True), (options.write, is_good)):
+        for path, is_there in ((options.plot, True), (options.write, is_written)):
             if path:
-                why = "it is too slow" if sizing.fits else "it does not fit"
+                why = (
+                    "it needs another checkpoint" if is_good else "it is too slow" if sizing.fits else "it does not fit"
+                )
                 print(f"\nwrote {path}" if is_there else f"\ndid not write {path}: {why}")
     return EXIT_FITS if is_good else EXIT_DOES_NOT_FIT
 

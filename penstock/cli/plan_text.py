@@ -29,7 +29,8 @@ from penstock.spec.deployment import Parallel
 from penstock.text import show_bytes, show_seconds
 
 WIDTH = 100
-_MIN_WIDTH = 72
+_MIN_WIDTH = 60
+_NARROW = 72  # below it, levers are without their tokens
 _BAR_CELLS = 76
 _MAX_NODES = 8
 _MAX_BARS = 8
@@ -87,10 +88,10 @@ def text(
     has_colour: bool = False,
     up: Sequence[str] | None = None,
 ) -> str:
-    """The whole view, without a newline at the end. No line is over `width` columns (72 to 100) but for long words."""
+    """The whole view, without a newline at the end. No line is over `width` columns (60 to 100) but for long words."""
     width = max(_MIN_WIDTH, min(WIDTH, width))
     shown = output.render(page(sections(request, sizing, width)), width, has_colour)
-    if not sizing.fits:
+    if not sizing.fits or planning.checkpoint_to_make(request):  # the warnings say what to serve
         return shown
     ours, engine = planning.up_words(request, sizing) if up is None else up, planning.serve_words(request, sizing)
     commands = [("start it", ours), ("or the engine alone", engine)] if ours else [("start the engine", engine)]
@@ -145,7 +146,7 @@ def sections(request: SizingRequest, sizing: Sizing, width: int = WIDTH) -> list
         _kv(sizing.kv, sizing.settings) if sizing.kv is not None else [],
         _speed(sizing.speed, request) if sizing.speed is not None else [],
         _users(sizing.users) if sizing.users is not None else [],
-        _levers(sizing.levers, sizing),
+        _levers(sizing.levers, sizing, width),
         _rejected(sizing.rejected),
         [_title("warning:", warning) for warning in sizing.warnings],
     ]
@@ -366,7 +367,7 @@ def _users(users: Users) -> list[Grid]:
 # ---- what else -------------------------------------------------------------------------------------------------------
 
 
-def _levers(levers: Sequence[Lever], sizing: Sizing) -> list[Grid]:
+def _levers(levers: Sequence[Lever], sizing: Sizing, width: int) -> list[Grid]:
     if not levers:
         return []
     now = sizing.kv.max_concurrency if sizing.kv is not None and sizing.fits else 0.0
@@ -377,6 +378,8 @@ def _levers(levers: Sequence[Lever], sizing: Sizing) -> list[Grid]:
         note = f"({lever.note})" if lever.note and lever.flags else lever.note
         words = "  ".join(filter(None, (" ".join(lever.flags), note)))
         rows.append([lever.name, f"{lever.tokens:,}" if lever.fits else "no fit", at_once, words])
+    if width < _NARROW:
+        rows = [[name, at_once or tokens, words] for name, tokens, at_once, words in rows]
     return [_title("levers"), Grid(rows)]
 
 

@@ -19,7 +19,7 @@ Wants=network-online.target
 [Service]
 Type=oneshot
 RemainAfterExit=yes
-Environment=PENSTOCK_HOME={home}
+Environment="PENSTOCK_HOME={home}"
 ExecStart={penstock} up {source}
 ExecStop={penstock} down {name}
 TimeoutStartSec=infinity
@@ -32,7 +32,7 @@ WantedBy=default.target
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("install",), metavar="install", help="write the unit of FILE|MODEL")
+    parser.add_argument("action", choices=("install",), help="write the unit of FILE|MODEL")
     arguments.add_deployment(parser)
     arguments.complete(parser, _install, ("penstock service install qwen.yaml",))
 
@@ -47,10 +47,12 @@ def _install(options: argparse.Namespace) -> int:
     unit = folder / f"penstock-{deployment.name}.service"
     is_file = options.source is not None and Path(options.source).exists()
     words = [str(Path(options.source).resolve()) if is_file else options.source or deployment.model]
-    for setting in [f"name={deployment.name}", *arguments.settings_of(options)]:
+    given = [setting for setting in arguments.settings_of(options) if not setting.startswith("name=")]
+    for setting in [f"name={deployment.name}", *given]:
         words += ["--set", setting]
     penstock = shlex.join([sys.executable, "-m", "penstock.cli.main"])
-    text = _UNIT.format(name=deployment.name, home=paths.home(), penstock=penstock, source=shlex.join(words))
+    home = str(paths.home()).replace("\\", "\\\\").replace('"', '\\"')
+    text = _UNIT.format(name=deployment.name, home=home, penstock=penstock, source=shlex.join(words))
     paths.write_atomically(unit, text.replace("%", "%%").replace("$", "$$").encode())
     print(f"wrote {unit}; enable it with:")
     print(f"  systemctl --user daemon-reload && systemctl --user enable --now {unit.name}")

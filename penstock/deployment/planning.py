@@ -18,7 +18,7 @@ from penstock.errors import NotModelled, UserError
 from penstock.hardware import Gpu, Links, Machine, catalog, detect
 from penstock.hardware.catalog import GpuFacts, LinkFacts
 from penstock.models import Facts, facts
-from penstock.planner import Key
+from penstock.planner import Key, engine_limits
 from penstock.planner.architecture.quantization import CHECKPOINTS
 from penstock.planner.inputs import key_of
 from penstock.planner.launch import Sized, gpus_for_each
@@ -246,6 +246,11 @@ def deployment_text(request: SizingRequest, sizing: Sizing, base: Mapping[str, A
     text += str(yaml.safe_dump(plain, sort_keys=False, width=120))
     reading.parse(text, "the file to write")
     return text
+
+
+def checkpoint_to_make(request: SizingRequest) -> str | None:
+    """As `engine_limits` has it: neither command below starts what was planned."""
+    return engine_limits.checkpoint_to_make(request)
 
 
 def serve_words(request: SizingRequest, sizing: Sizing) -> list[str]:

@@ -76,6 +76,12 @@ def refusals(
     return tuple(reason for reason in reasons if reason)
 
 
+def checkpoint_to_make(request: SizingRequest) -> str | None:
+    """The format that the plan is for, where the model's own files are in another: nothing starts what was planned."""
+    is_made = request.quantization in CHECKPOINTS and not quantization.block_of(request.facts.config)
+    return request.quantization if is_made else None
+
+
 def warnings(
     request: SizingRequest, arch: Architecture, gpu: GpuFacts, settings: Settings, context: Context, wheels_cuda: int
 ) -> list[str]:
@@ -93,10 +99,10 @@ def warnings(
         notes.append(
             f"{gpu.id} cannot multiply {kind}: weights are unpacked to 16 bits; it saves memory, not arithmetic"
         )
-    if request.quantization in CHECKPOINTS and not quantization.block_of(request.facts.config):
+    if checkpoint_to_make(request):
         notes.append(
             f"this is the plan of a checkpoint in {request.quantization}: vLLM does not make one of the 16-bit weights "
-            "of this model, so serve a repository that has it"
+            "of this model, so there is nothing to start here: plan and serve a repository that has it"
         )
     if request.max_model_len is None and context.default < context.limit:
         notes.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import ipaddress
 import json
 import math
@@ -100,9 +101,22 @@ def from_mapping(raw: object, source: str = "the settings", settings: Sequence[s
         merged["replicas"] = {"min": replicas, "max": max(1, replicas)}
     elif isinstance(replicas, Mapping) and isinstance(replicas.get("min"), int) and "max" not in replicas:
         merged["replicas"] = {**replicas, "max": max(1, replicas["min"])}
+    foreign = list(_foreign(merged, ""))
+    if unprintable := [problem for problem in foreign if problem.message == _NOT_UTF8]:
+        raise SpecError(source, unprintable)  # what else is wrong could not be shown
     if isinstance(merged.get("engine"), Mapping):
         merged["engine"] = _as_text(merged["engine"])
-    problems += list(_problems(merged, Deployment, ""))
+    told = [problem.path for problem in foreign]
+    typed = _problems(merged, Deployment, "")
+    # A list that holds a date is told once, by the date.
+    problems += [
+        *foreign,
+        *(
+            each
+            for each in typed
+            if not (each.message.startswith("expected") and any(_is_in(path, each.path) for path in told))
+        ),
+    ]
     bad = {re.split(r"[.\[]", problem.path)[0] for problem in problems}
     if "target" in bad:
         bad |= set(TARGETS)  # their blocks cannot be judged
@@ -110,13 +124,53 @@ def from_mapping(raw: object, source: str = "the settings", settings: Sequence[s
     deployment = msgspec.convert({"model": DEMO_MODEL} | sound, Deployment)
     if not deployment.name:
         deployment = msgspec.structs.replace(deployment, name=default_name(deployment.model))
-    if deployment.target in SHARED and (merged.get("gateway") or {}).get("auth") is None:
+    if deployment.target in SHARED and (sound.get("gateway") or {}).get("auth") is None:
         gateway = msgspec.structs.replace(deployment.gateway, auth="keys")
         deployment = msgspec.structs.replace(deployment, gateway=gateway)
     problems += _rules(deployment)
     if problems:
         raise SpecError(source, problems)
     return deployment
+
+
+_NOT_UTF8 = "is not UTF-8 text"
+_LARGEST = 2**63 - 1  # what JSON readers and msgspec can hold
+
+
+def _foreign(value: Any, path: str) -> Iterator[Problem]:
+    """Values that YAML can make and a deployment cannot hold: it is kept as JSON, and sent as UTF-8."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            where = _join(path, key)
+            yield from _foreign(item, where) if _is_utf8(key) else [Problem(ascii(where), _NOT_UTF8)]
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _foreign(item, f"{path}[{index}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield Problem(path, f"{value} is not a finite number")
+    elif isinstance(value, int) and abs(value) > _LARGEST:
+        yield Problem(path, "has more than 64 bits", "in quotes it is text")
+    elif isinstance(value, str) and not _is_utf8(value):
+        yield Problem(path, _NOT_UTF8)
+    elif isinstance(value, datetime.date):
+        yield Problem(path, f"{value} is a date in YAML", f'in quotes it is text: "{value}"')
+    elif value is not None and not isinstance(value, str | int | float):
+        yield Problem(path, f"cannot be {_FOREIGN.get(type(value), type(value).__name__)}", "give text or a list")
+
+
+_FOREIGN: dict[type, str] = {bytes: "binary data", set: "a set"}
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_in(path: str, whole: str) -> bool:
+    return path == whole or path.startswith((f"{whole}.", f"{whole}["))
 
 
 def _as_text(engine: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +180,10 @@ def _as_text(engine: Mapping[str, Any]) -> dict[str, Any]:
         scalars = {key: int(value) if isinstance(value, bool) else value for key, value in env.items()}
         env = {key: str(value) if isinstance(value, int | float) else value for key, value in scalars.items()}
     if isinstance(args, Mapping):
-        args = {key: json.dumps(value) if isinstance(value, Mapping) else value for key, value in args.items()}
+        # Dates and the like are told of elsewhere, as fields of the file.
+        args = {
+            key: json.dumps(value, default=str) if isinstance(value, Mapping) else value for key, value in args.items()
+        }
     return {**engine, **{name: value for name, value in (("env", env), ("args", args)) if value is not None}}
 
 
@@ -180,7 +237,7 @@ def _apply_settings(raw: Mapping[Any, Any], settings: Sequence[str]) -> tuple[di
             problems.append(Problem("--set", f"{setting!r} is not key=value", "example: --set gateway.port=9000"))
             continue
         try:
-            value = yaml.safe_load(text)
+            value = _copied(yaml.safe_load(text))
         except (yaml.YAMLError, ValueError, RecursionError):
             value = text
         where = merged
@@ -199,6 +256,8 @@ def _copied(value: Any) -> Any:
     if isinstance(value, Mapping):
         # YAML 1.1 reads the bare key `on` as true: gateway.on is still written without quotes.
         return {"on" if key is True else str(key): _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):  # YAML's !!pairs has tuples
+        return [_copied(item) for item in value]
     return value
 
 
@@ -222,10 +281,11 @@ def _problems(value: Mapping[str, Any], struct: type[msgspec.Struct], path: str)
 
 def _field_problems(value: Any, hint: Any, path: str) -> Iterator[Problem]:
     struct = _struct_in(hint)
-    if struct is not None and isinstance(value, Mapping):
+    is_list = typing.get_origin(hint) is tuple
+    if struct is not None and not is_list and isinstance(value, Mapping):
         yield from _problems(value, struct, path)
         return
-    if struct is not None and typing.get_origin(hint) is tuple and isinstance(value, list):
+    if struct is not None and is_list and isinstance(value, list):
         for index, item in enumerate(value):
             yield from _field_problems(item, struct, f"{path}[{index}]")
         return
@@ -242,7 +302,8 @@ def _field_problems(value: Any, hint: Any, path: str) -> Iterator[Problem]:
         msgspec.convert(value, hint)
     except msgspec.ValidationError:
         also = "a whole number or " if path == "replicas" else ""
-        yield Problem(path, f"expected {also}{_expected(hint)}, got {_kind(value)}", _choice_hint(value, hint))
+        how = _choice_hint(value, hint) or _number_hint(value, hint)
+        yield Problem(path, f"expected {also}{_expected(hint)}, got {_kind(value)}", how)
 
 
 def _struct_in(hint: Any) -> type[msgspec.Struct] | None:
@@ -273,6 +334,18 @@ def _choice_hint(value: Any, hint: Any) -> str | None:
     return f'did you mean "{close}"?' if close else None
 
 
+# What YAML 1.1 reads as text, since its floats have a point and the exponent a sign.
+_EXPONENT = re.compile(r"([-+]?[0-9]+)(\.[0-9]*)?[eE]([-+]?)([0-9]+)\Z")
+
+
+def _number_hint(value: Any, hint: Any) -> str | None:
+    match = _EXPONENT.match(value) if isinstance(value, str) and float in (hint, *typing.get_args(hint)) else None
+    if match is None:
+        return None
+    whole, fraction, sign, exponent = match.groups()
+    return f"in YAML a number has a point and a sign: {whole}{fraction or '.0'}e{sign or '+'}{exponent}"
+
+
 def _choices(hint: Any) -> Iterable[object]:
     if typing.get_origin(hint) is Literal:
         yield from typing.get_args(hint)
@@ -286,7 +359,7 @@ def _kind(value: object) -> str:
     if isinstance(value, Mapping):
         return "key: value lines"
     if isinstance(value, (list, tuple)):
-        return "a list"
+        return "a list that holds key: value lines" if any(isinstance(item, Mapping) for item in value) else "a list"
     return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -360,9 +433,6 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
         value = values.get(path)
         if isinstance(value, int | float) and value < bound:
             yield Problem(path, f"{value} is below {bound:g}")
-    for path, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            yield Problem(path, f"{value} is not a finite number")
     if not 0 < deployment.engine.gpu_memory_utilization <= 1:
         yield Problem("engine.gpu_memory_utilization", f"{deployment.engine.gpu_memory_utilization} is not in (0, 1]")
     if deployment.hardware.price_file is not None and deployment.hardware.price_per_gpu_hour is not None:

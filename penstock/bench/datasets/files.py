@@ -36,8 +36,11 @@ _TRACES: tuple[tuple[tuple[str, str, str], str], ...] = (
 )
 # A first time as large as this is a Unix time in that unit.
 _UNIX = ((1e17, "ns"), (1e14, "us"), (1e11, "ms"), (1e9, "s"))
-_MOST_PLAUSIBLE_RATE = 1000.0  # requests/s on average: above it, the unit was another one
-_LEAST_ROWS = 20
+# Requests/s on average, for numbers whose size does not say their unit: what was in seconds is too fast in
+# milliseconds, and what was in microseconds too slow. Few rows may well be a burst.
+_MOST_PLAUSIBLE_RATE = 100.0
+_LEAST_PLAUSIBLE_RATE = {"s": 0.01, "ms": 0.1}
+_LEAST_ROWS = 5
 _NO_HEADERS = frozenset(("host", "content-length", "transfer-encoding", "connection"))
 
 
@@ -151,11 +154,13 @@ def replay(path: str, wanted: Wanted, writer: Callable[[], Write]) -> list[Plann
     write = writer()
     rows: list[tuple[float, int, int, list[int]]] = []
     first: float | None = None
-    before, unit = 0.0, wanted.trace_unit
+    before, n_seen, unit, is_clear = 0.0, 0, wanted.trace_unit, True
     for number, row in itertools.islice(_trace_rows(path), wanted.n_requests):
         try:
             columns, usual = next((columns, usual) for columns, usual in _TRACES if columns[0] in row)
-            unit = unit or _unit_of(row[columns[0]], usual)
+            if unit is None:
+                unit, is_clear = _unit_of(row[columns[0]], usual)
+                is_clear = is_clear or columns[0] == "offset_s"
             at = _time_s(row[columns[0]], unit, is_named=wanted.trace_unit is not None) / wanted.speed
             n_in, n_out = (max(1, int(row[column])) for column in columns[1:])
             ids = [int(block) for block in row.get("hash_ids") or ()]
@@ -168,18 +173,25 @@ def replay(path: str, wanted: Wanted, writer: Callable[[], Write]) -> list[Plann
         if at - first < before:
             raise UserError(f'cannot use "{path}", line {number}: its time is before the row above it')
         before = at - first
+        n_seen += 1
         if wanted.until_s is not None and before >= wanted.until_s:
             break
         rows.append((before, wanted.input_tokens or n_in, wanted.output_tokens or n_out, ids))
     if not rows:
         raise UserError(f'cannot use "{path}": it is empty')
-    length_s = before * wanted.speed
-    if wanted.trace_unit is None and len(rows) >= _LEAST_ROWS and length_s * _MOST_PLAUSIBLE_RATE < len(rows):
+    if not is_clear:  # also by the row after the last
+        _check_rate(path, n_seen, before * wanted.speed, str(unit))
+    return _traced(rows, write, wanted)
+
+
+def _check_rate(path: str, n_rows: int, length_s: float, unit: str) -> None:
+    """Raises UserError where the times are hardly in that unit."""
+    is_fast = n_rows >= _LEAST_ROWS and 0 < length_s * _MOST_PLAUSIBLE_RATE < n_rows
+    if is_fast or length_s * _LEAST_PLAUSIBLE_RATE.get(unit, 0.0) > n_rows:
         raise UserError(
-            f'cannot tell the unit of the times in "{path}": {len(rows)} requests in {length_s:.3g} s, read as {unit}',
+            f'cannot tell the unit of the times in "{path}": {n_rows} requests in {length_s:.3g} s, read as {unit}',
             hint="--trace-unit s, ms, us or ns.",
         )
-    return _traced(rows, write, wanted)
 
 
 def _traced(rows: list[tuple[float, int, int, list[int]]], write: Write, wanted: Wanted) -> list[PlannedRequest]:
@@ -200,13 +212,14 @@ def _trace_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
     return _json_lines(path, "replay")
 
 
-def _unit_of(value: Any, usual: str) -> str:
-    """The unit of a trace's times, by its first one."""
+def _unit_of(value: Any, usual: str) -> tuple[str, bool]:
+    """The unit of a trace's times, by its first one, and whether that is certain."""
     try:
         at = float(value)
     except ValueError:
-        return "s"  # a date
-    return next((unit for least, unit in _UNIX if at >= least), usual)
+        return "s", True  # a date
+    named = next((unit for least, unit in _UNIX if at >= least), None)
+    return named or usual, named is not None
 
 
 def _time_s(value: Any, unit: str, is_named: bool) -> float:

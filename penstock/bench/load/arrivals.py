@@ -73,7 +73,7 @@ def check(pace: Pace, replayed: Sequence[float | None] = ()) -> None:
             hint="Give --rate R (requests/s, whatever the answers do) or --concurrency C (C at a time).",
         )
     _check_shape(pace)
-    if pace.n_requests is None and pace.duration_s is None:
+    if pace.n_requests is None and pace.duration_s is None and pace.arrival != "replay":
         raise UserError("cannot decide when to end", hint="Give --requests N or --duration SECONDS.")
     if pace.rate is not None and not 0 < pace.rate <= _MAX_RATE:
         raise UserError(f"cannot send at {pace.rate:g} requests/s", hint="A rate above 0, at most 1000000.")

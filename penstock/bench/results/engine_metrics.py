@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from penstock.bench.results.stats import Timed
 from penstock.engines.vllm import names as vllm_names
 from penstock.wire import prometheus
 
@@ -81,10 +82,14 @@ def power_watts(rows: Sequence[Row]) -> float | None:
     return statistics.linear_regression(times, joules).slope if times[-1] - times[0] >= _LEAST_S else None
 
 
-def hit_rate(summary: Mapping[str, Mapping[str, float | str | None]]) -> float | None:
-    """The share of prompt tokens that came from prefix caches, over all pages; None where none says it."""
+def hit_rate(summary: Mapping[str, Mapping[str, float | str | None]], requests: Sequence[Timed] = ()) -> float | None:
+    """The share of prompt tokens that came from prefix caches, over all pages; without such counters, by the usage of
+    the answers. None where nothing says it."""
     counts = [(facts.get("prefix_queries"), facts.get("prefix_hits")) for facts in summary.values()]
     known = [(queries, hits) for queries, hits in counts if isinstance(queries, float) and isinstance(hits, float)]
+    if not known:
+        answers = [(request.input_tokens, request.cached_tokens) for request in requests if request.error is None]
+        known = [(float(n), float(hits)) for n, hits in answers if n is not None and hits is not None]
     n_queries = sum(queries for queries, _ in known)
     return sum(hits for _, hits in known) / n_queries if n_queries > 0 else None
 

@@ -27,7 +27,8 @@ RESULT, REQUESTS, GAPS, ENGINE = "result.json", "requests.csv", "itl.csv", "engi
 RAW, RUN = "reads.msgpack", "run.json"
 _MOST_GAPS = 500_000  # that are read back, for a chart
 # What may differ between two runs that are still alike: where they write, what they are called, when they ran.
-_IDLE = {"out", "json", "folder", "url", "seed", "load_average", "formulas", "verb", "metrics"}
+_IDLE = {"out", "json", "folder", "url", "seed", "load_average", "formulas", "verb", "verb_name", "metrics"}
+_IDLE |= {"save_result", "percentiles", "goodput"}  # what is written and judged, not what is asked
 _Run = TypeVar("_Run", bound=msgspec.Struct)
 
 

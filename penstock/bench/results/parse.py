@@ -19,6 +19,7 @@ from penstock.wire.http1 import CHUNK_SIZES, END, ProtocolError, Reader, Respons
 
 CUT_SHORT = "answer cut short"
 NOT_JSON = "answer is not JSON"
+EMPTY = "empty"
 ERROR_EVENT = "error event"
 _SHOWN_CHARS = 200
 
@@ -38,9 +39,14 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
 
 
 class _Event(msgspec.Struct):
@@ -57,6 +63,7 @@ class _Events:
         self.times: list[float] = []
         self.usage: _Usage | None = None
         self.has_finished = False
+        self.has_answer = False  # a token, or a reason for none
         self.error: str | None = None
         self.detail = ""
 
@@ -74,8 +81,9 @@ class _Events:
         self.usage = event.usage or self.usage
         for choice in event.choices or ():
             if choice.finish_reason is not None:
-                self.has_finished = True
-            if _is_token(choice):
+                self.has_finished = self.has_answer = True
+            if _is_token(choice) or (choice.message is not None and choice.message.content):
+                self.has_answer = True
                 self.times.append(at_s)
                 break
 
@@ -111,6 +119,8 @@ def parse_exchange(raw: Raw, streams: bool) -> tuple[Timed, list[float]]:
     error = raw.error or events.error
     if error is None and not (is_whole and events.has_finished):
         error = CUT_SHORT
+    if error is None and not events.has_answer:
+        error, events.detail = EMPTY, "the answer has no token, and no finish_reason"
     return _timed(raw, head, events, len(body), error, raw.detail or events.detail)
 
 
@@ -200,6 +210,7 @@ def _timed(
         max_gap_s=max(gaps_s(times), default=None),
         input_tokens=usage.prompt_tokens if usage else None,
         output_tokens=usage.completion_tokens if usage else None,
+        cached_tokens=usage.prompt_tokens_details.cached_tokens if usage and usage.prompt_tokens_details else None,
         n_bytes=n_bytes,
         status=head.status if head is not None else None,
         error=error,

@@ -50,6 +50,7 @@ class Timed(msgspec.Struct, frozen=True):
     max_gap_s: float | None = None
     input_tokens: int | None = None
     output_tokens: int | None = None
+    cached_tokens: int | None = None  # among the input tokens
     n_bytes: int = 0
     status: int | None = None
     error: str | None = None

@@ -1,7 +1,8 @@
 """The verbs under `penstock bench`: one table, and the arguments that several of them share.
 
-Exit codes: 0 for what was measured, also when the generator was late or a sweep's least load is too much; 1 when an
-engine fails, nothing is answered or too many requests fail; 2 for input that cannot be used; 130 after Ctrl-C.
+Exit codes: 0 for what was measured, also when a sweep's least load is too much; 1 when an engine fails, or a run of
+`serve` is not valid (too many requests failed, or the generator was late); 2 for input that cannot be used; 130 after
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib
 import secrets
 from pathlib import Path
 
-from penstock.cli.arguments import add_engine, add_source, count, count_or_zero, counts
+from penstock.cli.arguments import add_engine, add_examples, add_source, count, count_or_zero, counts
 
 # The verb -> its help, and its module in this folder with the function that adds its arguments.
 VERBS = {
@@ -26,6 +27,7 @@ VERBS = {
 
 def register(sub: argparse.ArgumentParser) -> None:
     verbs = sub.add_subparsers(title="what to measure", metavar="WHAT", required=True)
+    add_examples(sub, "penstock bench serve --concurrency 8 --requests 200", "penstock bench compare RUN1 RUN2")
     for name, (text, target) in VERBS.items():
         module, function = target.split(":")
         verb = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")

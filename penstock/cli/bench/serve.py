@@ -102,7 +102,7 @@ def register(sub: argparse.ArgumentParser) -> None:
     examples = (
         "penstock bench serve --concurrency 8 --requests 200",
         "penstock bench serve --url http://127.0.0.1:8000 --rate 4 --duration 60 --goodput ttft:500 tpot:50",
-        "penstock bench serve --dataset replay:trace.csv --arrival replay --duration 300",
+        "penstock bench serve --dataset replay:trace.csv --duration 300",
     )
     complete(sub, _serve, examples)
 
@@ -134,6 +134,8 @@ def _serve(options: argparse.Namespace) -> int:
     launch = behind(service.url, vars(options).get("reached"))
     requests, warmup = _requests(options, pace, service, launch.model or service.model)
     arrivals.check(pace, [request.offset_s for request in requests])
+    if pace.n_requests is None and pace.duration_s is None:  # a trace, to its end
+        pace = msgspec.structs.replace(pace, n_requests=len(requests))
     if offs := [abs(request.n_off) for request in requests if request.n_off]:
         _say(options, f"{len(offs)} of {len(requests)} prompts are off by up to {max(offs)} tokens: no text was exact")
     folder = options.out or folders.new_folder(home(), time.time())
@@ -169,7 +171,7 @@ def _serve(options: argparse.Namespace) -> int:
         print(f"written to {folder} (report.html is the page)")
     if report.was_interrupted:
         return _INTERRUPTED
-    return EXIT_OURS if report.verdict.has_server_failed else 0
+    return 0 if report.verdict.valid else EXIT_OURS
 
 
 def _text(options: argparse.Namespace, pace: Pace, report: Report) -> str:
@@ -258,7 +260,7 @@ def _pace(options: argparse.Namespace) -> Pace:
     pace = Pace(
         rate=options.rate,
         concurrency=options.concurrency,
-        arrival=options.arrival or ("gamma" if options.burstiness != 1 else "poisson"),
+        arrival=_arrival(options),
         burstiness=options.burstiness,
         rate_from=options.rate_from,
         n_requests=options.requests,
@@ -269,6 +271,11 @@ def _pace(options: argparse.Namespace) -> Pace:
     if not pace.is_open and options.arrival is not None:
         _say(options, f"--arrival {options.arrival} is for an open loop: here the next one goes when one ends")
     return pace
+
+
+def _arrival(options: argparse.Namespace) -> str:
+    is_trace = (options.dataset or "").startswith("replay:") and options.rate is options.concurrency is None
+    return options.arrival or ("replay" if is_trace else "gamma" if options.burstiness != 1 else "poisson")
 
 
 def _requests(

@@ -27,7 +27,7 @@ from penstock.engines import (
     explain,
     how_it_ended,
 )
-from penstock.engines.vllm import load_format, names
+from penstock.engines.vllm import load_format, names, serve_flags
 from penstock.errors import NotModelled, Problem
 from penstock.planner import Plan
 from penstock.planner.architecture import dense
@@ -91,9 +91,14 @@ class Vllm(Engine):
         return problems
 
     def warnings(self, plan: Plan) -> tuple[str, ...]:
+        given = ((key, serve_flags.meant(bare_flag(key))) for key in plan.args)
+        # Not an error: another version of vLLM may have it.
+        strange = [
+            f"engine.args.{key}: vLLM may not know this flag, did you mean {close}?" for key, close in given if close
+        ]
         if _traces_spans(plan) and _lacks_traces():
-            return ("gateway.traces: vLLM's own spans are left out, its Python has no package opentelemetry",)
-        return ()
+            strange.append("gateway.traces: vLLM's own spans are left out, its Python has no package opentelemetry")
+        return tuple(strange)
 
     def can_choose_load(self, plan: Plan) -> bool:
         if plan.model.form != "safetensors" or any(bare_flag(key) in names.LOAD_FLAGS for key in plan.args):
