@@ -17,7 +17,8 @@ import penstock
 
 _PACKAGE = Path(penstock.__file__).resolve().parent
 _MODEL = "demo_model"
-_LEFT_OUT = {"__pycache__", _MODEL}
+# No machine of a deployment simulates the autoscaler, or pretends to be a place.
+_LEFT_OUT = {"__pycache__", _MODEL, "scaling", "fake_workbench", "fake_vessl"}
 _SUFFIXES_LEFT_OUT = (".pyc", ".so")
 _EARLIEST = (1980, 1, 1, 0, 0, 0)  # that a zip can hold
 

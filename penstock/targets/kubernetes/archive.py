@@ -1,7 +1,7 @@
 """penstock's own code as a ConfigMap: an image with the engine alone is enough for a replica.
 
-The init container (`prepare.py`) unpacks it. Compressed as a whole: each file alone would come to 820 kB, all together
-to 500 kB, of the 1 MiB that a ConfigMap may have.
+The init container (`prepare.py`) unpacks it. Compressed as a whole, since each file alone would come to more than the
+1 MiB that a ConfigMap may have.
 """
 
 from __future__ import annotations
