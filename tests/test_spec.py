@@ -255,3 +255,5 @@ def test_beyond_loopback_keys_are_required() -> None:
     assert not any(map(gateway.is_loopback, ("0.0.0.0", "::", "192.168.1.2", "myhost")))
     assert reading.parse("model: m\ngateway: {host: 0.0.0.0, auth: keys}").gateway.auth == "keys"
     assert reading.parse("model: m\ngateway: {ledger_days: null}").gateway.ledger_days is None
+    kept = reading.to_yaml(reading.parse("model: m\ngateway: {ledger_days: null}"))
+    assert reading.parse(kept).gateway.ledger_days is None, "the file of a run keeps what differs from a default"

@@ -191,7 +191,7 @@ def to_yaml(deployment: Deployment) -> str:
     """The resolved file: what `render` shows and a run folder keeps. Absent values are left out."""
     import yaml
 
-    plain = _without_absent(msgspec.to_builtins(deployment))
+    plain = _without_absent(msgspec.to_builtins(deployment), deployment)
     return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
 
 
@@ -218,12 +218,19 @@ def _shown(value: object) -> str:
     return "(not set)" if value is None else str(value)
 
 
-def _without_absent(value: Any) -> Any:
-    if isinstance(value, dict):
+def _without_absent(plain: Any, block: object) -> Any:
+    """`plain`: what msgspec makes of `block`."""
+    if not isinstance(plain, dict) or not isinstance(block, msgspec.Struct):
+        return plain
+    fields = {field.encode_name: field for field in msgspec.structs.fields(block)}
+    kept = {}
+    for key, item in plain.items():
         # What is inside a block of the user's own words is kept as it is: there a bare `key:` has a meaning.
-        kept = {key: item if key in _FREE else _without_absent(item) for key, item in value.items()}
-        return {key: item for key, item in kept.items() if item not in (None, {}, ())}
-    return value
+        item = item if key in _FREE else _without_absent(item, getattr(block, fields[key].name))
+        has_meaning = item is None and fields[key].default not in (None, msgspec.NODEFAULT)
+        if has_meaning or item not in (None, {}, ()):
+            kept[key] = item
+    return kept
 
 
 def _apply_settings(raw: Mapping[Any, Any], settings: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
