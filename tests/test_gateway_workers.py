@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import resource
@@ -243,6 +244,27 @@ def test_workers_on_one_file_keep_a_limit_together(tmp_path: Path) -> None:
         assert 6 <= passed <= 12
         (usage,) = store.usage.usage(("key",))
         assert usage.group == ("alice",)
+    store.close()
+
+
+@pytest.mark.processes
+def test_a_client_that_asks_one_after_the_other_is_never_over_a_limit_at_once(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store.sqlite"))
+    _, key = store.keys.create("alice", Limits(concurrency=1, tpm=10**6), time.time())
+    with workers(tmp_path, 2, "--auth", "keys", "--store", store.place) as gateway:
+        # Both workers have some of these connections; each request goes by the next one.
+        clients = [http.client.HTTPConnection(gateway.listen.removeprefix("http://")) for _ in range(8)]
+        statuses = []
+        for n in range(80):
+            client = clients[n % len(clients)]
+            headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+            client.request("POST", "/v1/chat/completions", b'{"model":"m"}', headers)
+            answer = client.getresponse()
+            answer.read()
+            statuses.append(answer.status)
+        assert statuses == [200] * 80
+        for client in clients:
+            client.close()
     store.close()
 
 
