@@ -18,6 +18,7 @@ pytestmark = pytest.mark.processes
 
 # Tests that check the contract of a target. A new target joins by a row.
 CHECKED = {
+    "cloudera": "test_cloudera_target.py",
     "kubernetes": "test_kubernetes_target.py",
     "local": "test_local_target.py",
     "ray": "test_target_ray.py",
