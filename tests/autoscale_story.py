@@ -35,7 +35,10 @@ def live(run: Run, key: str | None = None, timeout_s: float = 60.0, at_two: Call
     at_two()
     for stream in streams:
         stream.check_is_whole()
-    wait_until(lambda: number_of(run) == (0, 0), "nobody asks: all replicas end", 2 * timeout_s)
+    try:
+        wait_until(lambda: number_of(run) == (0, 0), "nobody asks: all replicas end", 2 * timeout_s)
+    except AssertionError as exc:
+        raise AssertionError(f"{exc}: {now(run)}, {decisions_of(run)}") from exc
     ask(run, key=key)
     # What a controller in a cluster noted reaches this machine a moment later.
     wait_until(lambda: any(row["from"] == 0 for row in decisions_of(run)), "the log has the wake")

@@ -166,3 +166,13 @@ def test_a_queue_orders_what_will_have_come_when_a_replica_is_ready() -> None:
     """Six replicas' load on two: the sooner the end of the queue, the more while it grows."""
     rows = [sample(float(t), 20, held=10 * t, ready=2) for t in range(40)]
     assert numbers(Policy(bounded(most=40), start_s=100.0), rows)[-1] > 12
+
+
+def test_at_zero_what_past_load_needed_starts_nothing() -> None:
+    policy = Policy(bounded(0, 4), start_s=20.0)
+    busy = scale(Recent(tuple(sample(float(t), 2, ready=1) for t in range(40))), State(), policy, 39.0)
+    ended = msgspec.structs.replace(busy.state, replicas=0)
+    gone = (ReplicaSample("0", "starting"),)
+    quiet = scale(Recent((sample(41.0, replicas=gone),)), ended, policy, 41.0)
+    assert (quiet.replicas, quiet.reason) == (0, "keeps 0: no request for 2 s")
+    assert scale(Recent((sample(42.0, held=1),)), quiet.state, policy, 42.0).replicas == 1

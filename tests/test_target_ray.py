@@ -40,7 +40,11 @@ def place(tmp_path: Path, ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPat
     targets.load.cache_clear()
     with a_place(tmp_path, deadline_s=240.0) as found:
         yield found
-    wait_until(lambda: Dashboard(ray_cluster.url).jobs() == {}, "no job is left in Ray's list", START_S)
+    dashboard = Dashboard(ray_cluster.url)
+    try:
+        wait_until(lambda: dashboard.jobs() == {}, "no job is left in Ray's list", 2 * START_S)
+    except AssertionError as exc:
+        raise AssertionError(f"{exc}: {dashboard.jobs()}") from exc
     for host in ray_cluster.hosts:
         if host.is_on:
             listed = host.run(["sh", "-c", f"ls -d {LEFTOVERS} 2>/dev/null"], check=False).stdout.split()

@@ -512,7 +512,8 @@ def _hold_s(pauses: tuple[tuple[float, float], ...], policy: Policy, dear: float
 
 
 def _guarded(number: int, before: int, last: Sample, state: State, policy: Policy, reason: str) -> tuple[int, str]:
-    """Nothing ends while something starts or is held for; the last replica ends after `idle_s` only."""
+    """Nothing ends while something starts or is held for; the last replica ends after `idle_s` only, and the first one
+    starts for a request, not for what past load needed."""
     longest_s = 3 * policy.start_s + 60  # one that starts for ever holds nothing up
     starting = sum(replica.state == "starting" and replica.age_s <= longest_s for replica in last.replicas)
     if number < before and (starting or last.held):
@@ -520,6 +521,8 @@ def _guarded(number: int, before: int, last: Sample, state: State, policy: Polic
         number, reason = before, f"keeps {before}: {why}; {reason}"
     idle_s, quiet_s = max(policy.replicas.idle_s, 3 * policy.start_s), last.t - state.asked_t
     is_asked = last.held or last.in_flight or last.arrivals
+    if number and not before and not is_asked:
+        return 0, f"keeps 0: no request for {quiet_s:.0f} s"
     if number and not starting and not is_asked and policy.replicas.min == 0 and quiet_s >= idle_s:
         return 0, f"needs 0: no request for {quiet_s:.0f} s, idle_s is {idle_s:.0f}"
     if number < 1 and is_asked:

@@ -156,7 +156,8 @@ class Controller:
         if self._scaler is None:
             return None
         asked = self.target.asked_replicas(self.run)
-        look = Look(seen, self.history.failed, self.history.refused, self._memory.leaving, asked)
+        leaving = self._memory.leaving | self._memory.drain_since.keys()
+        look = Look(seen, self.history.failed, self.history.refused, leaving, asked)
         scaling = self._scaler.step(desired, look, time.time())
         self._post_each("/admin/forget", self._scaler.retried)
         failed = {name: row for name, row in self.history.failed.items() if name not in self._scaler.retried}

@@ -55,8 +55,8 @@ class Kept(msgspec.Struct, frozen=True):
 
 class Look(NamedTuple):
     """What the controller knows at this moment. `failed`, `refused` and `leaving` are names of replicas: those whose
-    start failed, those that the target would not place, those whose machines are taken away. `asked`: the number that
-    another autoscaler asks for, None where there is none or that is not known now."""
+    start failed, those that the target would not place, those that end or whose machines are taken away. `asked`: the
+    number that another autoscaler asks for, None where there is none or that is not known now."""
 
     seen: Observation
     failed: Collection[str]

@@ -48,6 +48,8 @@ _START_S = 90.0  # a job's supervisor and its environment, before its command be
 _SPARE_S = 25.0  # for the engine's own end after the drain
 # Ray looks at a running job once a second. One that is deleted before it saw the end comes back as FAILED.
 _MONITORED_S = 2.0
+_DELETIONS = 5
+_FORGET_S = 60.0
 _HERE = "{penstock}"
 _META_ID, _META_REPLICA = "penstock_run_id", "penstock_replica"
 
@@ -272,8 +274,7 @@ class RayJobs(Target):
                 _ask_nodes(dashboard, _block(run.deployment()), argv, 30.0)
         if jobs:
             time.sleep(max(0.0, ended_at + _MONITORED_S - time.monotonic()))
-        for job in jobs:
-            dashboard.delete(job.id)
+        _delete(dashboard, [job.id for job in jobs])
 
     def _view(self, address: str) -> ClusterView:
         before = self._views.get(address)
@@ -376,14 +377,31 @@ def _ask_nodes(
 
 
 def _forget(dashboard: Dashboard, job: str) -> None:
-    """End a job of ours that nobody needs any more, and have Ray forget it. Blocks for some seconds."""
-    with contextlib.suppress(PenstockError):
-        row = dashboard.job(job)
-        if row is not None and not row.has_ended:
-            dashboard.stop(job)
-            _wait_ended(dashboard, [row], 10.0)
-        time.sleep(_MONITORED_S)
-        dashboard.delete(job)
+    """End a job of ours that nobody needs any more, and have Ray forget it. Blocks for some seconds, on a busy cluster
+    for up to a minute."""
+    deadline = time.monotonic() + _FORGET_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(PenstockError):  # a dashboard that is busy is asked again
+            row = dashboard.job(job)
+            if row is not None and not row.has_ended:
+                dashboard.stop(job)
+            if row is None or not _wait_ended(dashboard, [row], deadline - time.monotonic()):
+                time.sleep(_MONITORED_S)
+                _delete(dashboard, [job])
+                return
+        time.sleep(_POLL_S)
+
+
+def _delete(dashboard: Dashboard, jobs: Iterable[str]) -> None:
+    """Have Ray forget jobs that have ended. On a busy head one may come back, and is deleted again."""
+    left = [*jobs]
+    for _ in range(_DELETIONS):
+        for job in left:
+            dashboard.delete(job)
+        if left:
+            time.sleep(_MONITORED_S / 2)
+        now = dashboard.jobs() if left else {}
+        left = [job for job in left if job in now]
 
 
 def _address(run: Run) -> str:
