@@ -203,7 +203,7 @@ def workbench_place(
     ):
         yield place
     forget()
-    wait_until(lambda: left(workbench) == [], f"nothing of ours is left: {left(workbench)}", 30.0)
+    wait_until(lambda: left(workbench) == [], f"nothing of ours is left: {left(workbench)}")
 
 
 def fresh_targets() -> Callable[[], None]:

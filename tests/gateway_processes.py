@@ -50,16 +50,16 @@ def running(argv: list[str]) -> Iterator[subprocess.Popen[str]]:
 def ask(url: str, body: object = None, token: str | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
-    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=5) as answer:
+    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as answer:
         return json.loads(answer.read())
 
 
 def until(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
+    for _ in range(6000):
         if condition():
             return
         time.sleep(0.01)
-    raise AssertionError("not within 10 s")
+    raise AssertionError("not within 60 s")
 
 
 def children(pid: int) -> list[int]:

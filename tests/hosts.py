@@ -45,7 +45,7 @@ from hosts_janitor import bury, note, note_pid
 from hosts_slots import SLOTS, take_slot
 
 ROOT = Path(__file__).resolve().parent.parent
-START_S = 10.0
+START_S = 60.0
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PROGRAMS = ("ip", "unshare", "nsenter", "sshd", "ssh", "ssh-keygen", "bash")
 UNSHARE = ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]

@@ -25,7 +25,7 @@ from hosts_janitor import note
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
 GPUS = 4
-START_S = 20.0
+START_S = 60.0
 CGROUPS = Path("/sys/fs/cgroup")
 CONTROLLERS = ("cpu", "cpuacct", "cpuset", "memory", "devices", "freezer", "blkio", "pids")
 

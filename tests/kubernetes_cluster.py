@@ -348,7 +348,7 @@ class Namespace:
         found = [one["metadata"] for one in self.objects("pods", labels=labels)]
         return [Pod(self, meta["name"]) for meta in found if "deletionTimestamp" not in meta]
 
-    def wait(self, is_so: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
+    def wait(self, is_so: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
         """Until it is so; AssertionError with the namespace's pods and events otherwise."""
         deadline = time.monotonic() + timeout_s
         while not is_so():

@@ -19,7 +19,7 @@ import yaml
 
 from penstock.hardware import network
 
-READY_S = 20.0
+READY_S = 60.0
 Answer = list[tuple[dict[str, str], float]]
 
 

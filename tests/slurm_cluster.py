@@ -81,7 +81,7 @@ class Desk:
         handle = json.loads((self.run_path(name) / "handle.json").read_text("utf-8"))
         return int(handle["units"][f"{kind}/{unit}"]["job"])
 
-    def wait(self, is_so: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+    def wait(self, is_so: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not is_so():
             assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}; {self.said()}"

@@ -58,7 +58,7 @@ def left_on(hosts: Hosts) -> list[str]:
     return [line for line in found if not line.endswith(str(hosts.base))]
 
 
-def until(is_so: Callable[[], object], what: str, timeout_s: float = 30.0) -> float:
+def until(is_so: Callable[[], object], what: str, timeout_s: float = 60.0) -> float:
     """Wait; the seconds that it took. AssertionError with `what` when the time is over."""
     began = time.monotonic()
     while not is_so():

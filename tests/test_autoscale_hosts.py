@@ -41,7 +41,7 @@ def test_on_hosts_over_ssh(place: Place, hosts: Hosts) -> None:
     autoscale_story.live(run, at_two=count)
     assert nodes == [1, 1]
     assert launching.call("down", "one").code == 0
-    until(lambda: left_on(hosts) == [], "nothing is left", 3)
+    until(lambda: left_on(hosts) == [], "nothing is left")
 
 
 def test_on_a_ray_cluster(place: Place, ray_cluster: RayCluster) -> None:

@@ -424,7 +424,7 @@ def test_a_home_that_is_away_for_a_moment_ends_nothing(place: Place, killed: tup
     assert (pid_of(run, "controller") == controller) is not bool(killed)
     node = pid_of(run, "node")
     kill(node)
-    wait_until(lambda: bool({*pids(run, "node")} - {node}) and now(run).phase == "ready", "a new node", 25)
+    wait_until(lambda: bool({*pids(run, "node")} - {node}) and now(run).phase == "ready", "a new node")
     ask(run)
 
 
@@ -475,7 +475,7 @@ def test_hung_gateway_is_ended_and_another_started(place: Place) -> None:
     hung = pid_of(run, "gateway")
     os.kill(hung, signal.SIGSTOP)
     wait_until(lambda: now(run).phase == "degraded", "status says that something is wrong")
-    wait_until(lambda: now(run).gateway.n_restarts == 1 and now(run).phase == "ready", "another gateway serves", 25)
+    wait_until(lambda: now(run).gateway.n_restarts == 1 and now(run).phase == "ready", "another gateway serves")
     assert pid_of(run, "gateway") != hung
     assert any(event.event == "gateway hung" for event in run.events())
     ask(run)

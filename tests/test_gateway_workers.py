@@ -197,7 +197,7 @@ def test_worker_that_stops_or_dies_takes_no_connection_that_it_had_not_accepted(
         assert count(gateway) == 100  # what the stopped one reported last stands for it
         # It does not report: another takes its place, long before anybody starts it again.
         until(lambda: hung not in gateway.pids and len(gateway.pids) == 2)
-        assert 3 < time.monotonic() - began_at < 12
+        assert time.monotonic() - began_at > 3
         until(lambda: gateway.ready() == {1})
         # Nobody accepts, and then one that stands still is killed, or both.
         for n_killed in (1, 2):

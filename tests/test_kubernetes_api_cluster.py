@@ -110,7 +110,7 @@ def test_calls_and_logs_survive_kubectl_and_the_api_server(kubernetes: Namespace
     kubernetes.cluster.api_back()
     kubernetes.wait(lambda: api.find("Pod", pod) is not None, "the API is back")
     n_lines = len(lines)
-    wait_until(lambda: len(lines) >= n_lines + 3, "lines come again", 20.0)
+    wait_until(lambda: len(lines) >= n_lines + 3, "lines come again")
     kubernetes.cluster.api_away(hangs=True)
     with pytest.raises(ApiError, match="no answer within 1 s"):
         api.raw("GET", "/version", timeout_s=1.0)

@@ -321,9 +321,9 @@ def test_of_two_gateways_over_postgresql_one_may_end(place: Place, kubernetes: N
 
         penstock = [sys.executable, "-m", "penstock", "keys"]
         done = subprocess.run([*penstock, "create", "alice", "--deployment", "one"], capture_output=True, text=True)
-        wait_until(lambda: admits(done.stdout.strip()) == [True, True], "a new key is valid in both", 30.0)
+        wait_until(lambda: admits(done.stdout.strip()) == [True, True], "a new key is valid in both")
         subprocess.run([*penstock, "revoke", "alice", "--deployment", "one"], check=True, capture_output=True)
-        wait_until(lambda: admits(done.stdout.strip()) == [False, False], "and is valid in none", 30.0)
+        wait_until(lambda: admits(done.stdout.strip()) == [False, False], "and is valid in none")
         for n_replicas in (1, 2):
             with one.fault(f"two gateways, {n_replicas} replicas", lambda n=n_replicas: is_ready(one.run, n)):  # type: ignore[misc]
                 assert call("scale", "one", n_replicas).code == 0

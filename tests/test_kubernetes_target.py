@@ -35,7 +35,7 @@ def place(
     with a_place(tmp_path, deadline_s=getattr(request.module, "PLACE_S", 150.0)) as place:
         yield place
     targets.load.cache_clear()
-    wait_until(lambda: kinds_left(kubernetes) == [], f"nothing of ours is left: {kinds_left(kubernetes)}", 30.0)
+    wait_until(lambda: kinds_left(kubernetes) == [], f"nothing of ours is left: {kinds_left(kubernetes)}")
 
 
 def kinds_left(space: Namespace) -> list[str]:

@@ -181,7 +181,7 @@ def test_an_api_server_that_is_away_loses_nothing(place: Place, kubernetes: Name
         assert state is not None and [row.state for row in state.replicas] == ["ready"]
     finally:
         kubernetes.cluster.api_back()
-    wait_until(lambda: call("status", "one").out.startswith("one is ready\n"), "status is as before", 30.0)
+    wait_until(lambda: call("status", "one").out.startswith("one is ready\n"), "status is as before")
     assert call("down", "one").code == 0
 
 

@@ -196,11 +196,11 @@ def test_clean_and_down_do_not_touch_what_they_cannot_see(place: Place, is_conta
     namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     child = subprocess.Popen([*namespaces, "sh", "-ec", script])
     try:
-        wait_until(lambda: (folder / "run.json").exists() or child.poll() is not None, "it runs", 30)
+        wait_until(lambda: (folder / "run.json").exists() or child.poll() is not None, "it runs")
         run_id = json.loads((folder / "run.json").read_text())["id"]
         before = pids_of(run_id)
         (folder / "go").touch()
-        wait_until(lambda: (folder / "done").exists() or child.poll() is not None, "clean has ended", 30)
+        wait_until(lambda: (folder / "done").exists() or child.poll() is not None, "clean has ended")
         if is_container:
             assert call("up", file).code == 0, "one of the same path, in this namespace"
             assert call("down", "one", "--now").code == 0

@@ -57,7 +57,7 @@ def test_a_number_is_pinned_and_given_back(place: Place) -> None:
     assert call("scale", "one", "auto", "--json").json == {
         "event": "scaled", "name": "one", "replicas": "auto", "min": 1, "max": 3
     }  # fmt: skip
-    wait_until(lambda: len(pids(run, "node")) == 1, "the second is not needed", 30)
+    wait_until(lambda: len(pids(run, "node")) == 1, "the second is not needed")
     assert "1 of 1..3" in call("status", "one").out
     assert decided(run) == [(1, 2), (2, None), (2, 1)]
 
@@ -84,7 +84,7 @@ def test_requests_that_wait_start_another_replica(place: Place) -> None:
 
 def wait_asleep(place: Place) -> Run:
     run = place.up(place.write("one", args=SLOW, replicas=ALONE, gateway={"hold_s": 25}))
-    wait_until(lambda: is_asleep(run), "nobody asks: the last replica ends", 30)
+    wait_until(lambda: is_asleep(run), "nobody asks: the last replica ends")
     return run
 
 
@@ -159,7 +159,7 @@ def test_a_controller_killed_while_one_more_loads_and_while_one_drains_loses_not
     kill(pid_of(run, "controller"))
     for stream in streams:
         stream.check_is_whole()
-    wait_until(lambda: [row.state for row in now(run).replicas] == ["ready", "ready"], "both serve", 20)
+    wait_until(lambda: [row.state for row in now(run).replicas] == ["ready", "ready"], "both serve")
     assert pids(run, "node") == nodes
     place.note(run)
     streams = [Asking(run.url, 60) for _ in range(2)]
@@ -169,5 +169,5 @@ def test_a_controller_killed_while_one_more_loads_and_while_one_drains_loses_not
     kill(pid_of(run, "controller"))
     for stream in streams:
         stream.check_is_whole()
-    wait_until(lambda: len(pids(run, "node")) == 1, "the one that drained ends", 20)
+    wait_until(lambda: len(pids(run, "node")) == 1, "the one that drained ends")
     ask(run)

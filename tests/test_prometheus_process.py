@@ -14,7 +14,7 @@ from penstock.run_folder import Part, Run
 
 pytestmark = pytest.mark.processes
 
-UP_S = 20.0  # Prometheus reads new targets after 5 s and scrapes each 5 s
+UP_S = 60.0  # Prometheus reads new targets after 5 s and scrapes each 5 s
 
 
 @pytest.fixture

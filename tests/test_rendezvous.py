@@ -167,7 +167,7 @@ def formed(leader: GroupLeader, patience_s: float | None = 10.0) -> Formation:
     return formation
 
 
-def until(is_so: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
+def until(is_so: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline, f"expected: {what}"
@@ -280,7 +280,7 @@ def test_a_node_that_is_stopped_keeps_its_part_until_the_first_has_drained_or_th
     assert not group.second.started[0].is_ended
     if ends:
         group.leader.over("stopping")
-    until(group.second.left, "it leaves with the first, or after drain_s", timeout_s=5.0)
+    until(group.second.left, "it leaves with the first, or after drain_s")
     assert group.second.started[0].is_ended
 
 

@@ -95,7 +95,7 @@ def test_mp_over_two_hosts_gives_the_same_text_and_comes_back_after_power_losses
         print(f"{name}: client {client_s:.1f} s ({stream.ending}), status {told_s:.1f} s, back {back_s:.1f} s later")
         check_texts(run)
     assert call("down", "one").code == 0
-    until(lambda: left_on(hosts) == [], "nothing is left", 3)
+    until(lambda: left_on(hosts) == [], "nothing is left")
 
 
 @pytest.mark.parametrize("executor", ["ray", pytest.param("mp", marks=pytest.mark.nightly)])
@@ -105,4 +105,4 @@ def test_a_pipeline_over_two_hosts_gives_the_same_text(place: Place, hosts: Host
     lines = call("logs", "one").out.splitlines()
     assert {line.partition(" ")[0] for line in lines} >= {"node1:", "node2:"}
     assert call("down", "one").code == 0
-    until(lambda: left_on(hosts) == [], "nothing is left", 3)
+    until(lambda: left_on(hosts) == [], "nothing is left")

@@ -56,7 +56,7 @@ def test_hosts_with_a_bare_python_get_all_they_need(place: Place, hosts: Hosts) 
     fill = "dd if=/dev/zero of=/root/.penstock/fill bs=1M count=200 2>&1; true"
     assert "No space left on device" in hosts[0].run(["sh", "-c", fill]).stdout
     assert call("down", "one").code == 0
-    until(lambda: left_on(hosts) == [], "nothing is left", 3)
+    until(lambda: left_on(hosts) == [], "nothing is left")
     hosts[0].run(["rm", "/root/.penstock/fill"])
     place.up(file)
     assert hosts[0].run(["ls", "/root/.penstock/versions"]).stdout.split() == versions
@@ -88,7 +88,7 @@ def test_status_logs_scale_and_down(place: Place, hosts: Hosts) -> None:
         assert call("down", "one").code == 0
         assert follower.wait(20) == 0, "the connections that `down` closed are no error"
     assert "shutdown complete" in call("logs", "one").out
-    until(lambda: left_on(hosts) == [], "nothing is left", 3)
+    until(lambda: left_on(hosts) == [], "nothing is left")
 
 
 def test_a_killed_ssh_a_killed_tunnel_process_and_a_killed_node_come_back(place: Place, hosts: Hosts) -> None:
@@ -106,12 +106,12 @@ def test_a_killed_ssh_a_killed_tunnel_process_and_a_killed_node_come_back(place:
         (victim,) = [process for process in tunnels() if ("tunnel_process" in process.command) == is_parent]
         os.kill(victim.pid, 9)
         until(lambda victim=victim: is_kept() and victim.pid not in [p.pid for p in tunnels()], f"{kind} is back")  # type: ignore[misc]
-        wait_until(lambda: _answers(run), "requests go through", 20)
+        wait_until(lambda: _answers(run), "requests go through")
         ask(run)
     assert node_of(hosts[0]).pid == before, "the engine did not notice"
     assert now(run).replicas[0].n_restarts == 0
     os.kill(node_of(hosts[0]).outer_pid, 9)
-    until(lambda: now(run).replicas[0].n_restarts, "status tells that the node was gone", 10)
+    until(lambda: now(run).replicas[0].n_restarts, "status tells that the node was gone")
     until(lambda: now(run).phase == "ready" and replica_of(run).state == "ready", "it is back")
     assert "is gone" in replica_of(run).restarts[-1].reason
     assert len([process for process in ours(hosts[0]) if process.env.get("PENSTOCK_ROLE") == "engine"]) == 1
@@ -137,12 +137,12 @@ def test_a_cut_link_is_told_and_when_it_is_mended_the_same_engine_goes_on(place:
         assert "node1 cannot be reached over ssh: " in follower.stderr.read()
     unread = call("logs", "one")
     assert unread.code == 1 and "node1 cannot be reached over ssh: it does not answer" in unread.err, unread
-    told_s = until(lambda: "node1 cannot be reached over ssh" in (replica_of(run).reason or ""), "status tells it", 30)
+    told_s = until(lambda: "node1 cannot be reached over ssh" in (replica_of(run).reason or ""), "status tells it")
     assert replica_of(run).placement == "broken"
     hosts[0].mend()
     back_s = until(lambda: replica_of(run).state == "ready" and now(run).phase == "ready", "it is back", 60)
     print(f"told after {told_s:.1f} s, back {back_s:.1f} s after the link")
-    wait_until(lambda: _answers(run), "requests go through", 20)
+    wait_until(lambda: _answers(run), "requests go through")
     assert node_of(hosts[0]).pid == before, "the engine did not notice"
     assert now(run).replicas[0].n_restarts <= 1
 
@@ -168,18 +168,16 @@ def test_a_host_that_loses_power_comes_back_with_its_replica(place: Place, hosts
 def test_down_with_a_dead_host_ends_the_rest_and_clean_ends_it_later(place: Place, hosts: Hosts) -> None:
     run = place.up(write(place, hosts, replicas=2))
     hosts[1].cut()
-    began = time.monotonic()
     done = call("down", "one")
     assert done.code == 0, done
     assert "could not end what runs on node2" in done.out
-    assert time.monotonic() - began < 45
     hosts[1].mend()
     assert ours(hosts[1]) and not ours(hosts[0])
     # Alone: processes on the tests' hosts are this machine's too, and those of other tests are none of ours.
     (found,) = [item for item in leftovers.leftovers().found if item.kind == "host"]
     assert found.what == "one on node2, which could not be reached"
-    until(lambda: leftovers.clean([found]) == [], "clean reaches the host", 30)
-    until(lambda: left_on(hosts) == [], "nothing is left", 3)
+    until(lambda: leftovers.clean([found]) == [], "clean reaches the host")
+    until(lambda: left_on(hosts) == [], "nothing is left")
     assert not [item for item in leftovers.leftovers().found if item.kind == "host"]
     assert run.is_ended()
 
@@ -204,11 +202,11 @@ def test_a_replica_whose_host_is_away_ends_when_the_host_is_back(place: Place, h
 def test_a_killed_up_leaves_nothing_after_down(place: Place, hosts: Hosts) -> None:
     file = write(place, hosts, args={"load_s": 20})
     with started("up", file) as child:
-        wait_until(lambda: any(p.env.get("PENSTOCK_ROLE") == "node" for p in ours(hosts[0])), "a node runs", 30)
+        wait_until(lambda: any(p.env.get("PENSTOCK_ROLE") == "node" for p in ours(hosts[0])), "a node runs")
         child.kill()
         child.wait()
     assert call("down", "one", "--now").code == 0
-    until(lambda: left_on(hosts) == [], "nothing is left", 3)
+    until(lambda: left_on(hosts) == [], "nothing is left")
 
 
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.nightly)])
@@ -226,7 +224,7 @@ def test_a_replica_over_two_hosts_comes_back_after_a_power_loss(place: Place, ho
     client_s = time.monotonic() - began
     assert stream.error is not None, "the stream says that it broke off"
     name = hosts[lost].name
-    until(lambda: name in (replica_of(run).reason or ""), "status names the host", 30)
+    until(lambda: name in (replica_of(run).reason or ""), "status names the host")
     assert now(run).phase == "degraded"
     hosts[lost].start()
     back_s = until(lambda: now(run).phase == "ready", "the replica is back", 90)
@@ -243,9 +241,9 @@ def test_a_laptop_that_reaches_the_hosts_by_a_jump_alone(tmp_path: Path, login_h
         assert run.plan().model.path == "/root/model"
         ask(run)
         login_hosts.login.cut()
-        until(lambda: "node1 cannot be reached" in (replica_of(run).reason or ""), "status tells it", 30)
+        until(lambda: "node1 cannot be reached" in (replica_of(run).reason or ""), "status tells it")
         login_hosts.login.mend()
         until(lambda: now(run).phase == "ready", "it is back", 60)
         assert now(run).replicas[0].n_restarts <= 1
         assert call("down", "one").code == 0
-        until(lambda: left_on(login_hosts) == [], "nothing is left", 3)
+        until(lambda: left_on(login_hosts) == [], "nothing is left")

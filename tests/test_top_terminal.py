@@ -24,7 +24,7 @@ pytestmark = pytest.mark.processes
 
 _ON, _OFF = b"\033[?1049h", b"\033[?1049l"  # the alternate screen
 _SHOWN = b"\033[?25h"  # the cursor
-_DEADLINE_S = 15.0
+_DEADLINE_S = 60.0
 
 
 class Screen:

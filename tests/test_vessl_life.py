@@ -188,7 +188,7 @@ def test_a_failed_start_that_no_machine_ends_ends_itself(place: Rented, monkeypa
     monkeypatch.setattr(run_yaml, "command", lambda *words: real(*words) + " --failed-s 0.5")
     assert call("up", place.write(args={"oom": "kv-cache"}), "--no-wait").code == 0
     (rented_run,) = place.world.living
-    wait_until(lambda: rented_run.status == "failed", "it has ended itself", 30.0)
+    wait_until(lambda: rented_run.status == "failed", "it has ended itself")
     wait_until(lambda: now(find("one")).phase == "failed", "its end is seen")
 
 
@@ -219,7 +219,7 @@ def test_no_credit_at_the_last_moment_changes_nothing(place: Rented) -> None:
 
 def test_a_deployment_ends_itself_when_its_time_is_over(place: Rented) -> None:
     run, _ = up(place.write(vessl={"max_hours": 0.002}))
-    wait_until(lambda: now(run).phase == "down", "its time is over", 30.0)
+    wait_until(lambda: now(run).phase == "down", "its time is over")
     assert "vessl.max_hours" in call("status", "one").out
     assert call("down", "one").code == 0
 
