@@ -242,7 +242,11 @@ def a_place(folder: Path, deadline_s: float = 2 * DEADLINE_S) -> Iterator[Place]
             yield place
         finally:
             place.end()
-            assert [process for process in processes.find_marked() if process.run.startswith(str(home))] == []
+            wait_until(lambda: _alive_in(home) == [], f"nothing of {home} runs: {_alive_in(home)}")
+
+
+def _alive_in(home: Path) -> list[processes.Marked]:
+    return [process for process in processes.find_marked() if process.run.startswith(str(home))]
 
 
 @contextlib.contextmanager
