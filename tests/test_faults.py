@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from launching import (
@@ -45,7 +46,8 @@ from penstock.hardware import network
 from penstock.hardware.network import free_port
 from penstock.node.__main__ import TimedLines
 from penstock.node.engine_process import EngineProcess
-from penstock.run_folder import Run, replica
+from penstock.run_folder import Artifact, Run, replica
+from penstock.targets.local import Local
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.wire.announcement import Restart
 from penstock.wire.answers import HttpError
@@ -481,19 +483,18 @@ def test_hung_gateway_is_ended_and_another_started(place: Place) -> None:
     ask(run)
 
 
-def test_node_that_dies_before_it_says_anything_fails_the_start(place: Place) -> None:
-    file = place.write("one")
-    done = call("up", file, "--no-wait")
-    assert done.code == 0
-    run = place.run()
-    (run.artifact_path / "launch.json").write_text("{}")
-    for entry in run.handle().replicas.values():
-        kill(entry["pid"])
-    told = call("up", file)
+def test_node_that_dies_before_it_says_anything_fails_the_start(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    render = Local.render
+
+    def damaged(*args: Any) -> Artifact:
+        return msgspec.structs.replace(render(*args), files={"launch.json": "{}"})
+
+    monkeypatch.setattr(Local, "render", damaged)
+    told = call("up", place.write("one"))
+    place.run()
     assert told.code == 1
     assert "its node ended 3 times before its first report" in told.err
     assert "ValidationError" in told.err, "the node's own last lines are shown"
-    call("down", "one")
 
 
 def test_on_a_full_disk_the_controller_survives_down_works_and_up_refuses(place: Place) -> None:
