@@ -18,7 +18,7 @@ from penstock import targets
 from penstock.deployment import live
 from penstock.run_folder import Run, find
 from penstock.targets.vessl import run_yaml
-from penstock.testing.fake_vessl.server import Fault
+from penstock.testing.fake_vessl.account import Fault
 from penstock.wire.client import Client
 
 pytestmark = pytest.mark.processes
@@ -56,7 +56,9 @@ def test_a_file_becomes_a_run_that_answers_is_changed_and_ends_without_a_trace(p
     made = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
     ask(run, key=json.loads(made.stdout)["key"])
     refused = subprocess.run([*words[:5], "down", "one"], capture_output=True, text=True, timeout=30, check=False)
-    assert refused.returncode == 1 and "only keys and usage" in refused.stderr, "the control port runs nothing else"
+    assert refused.returncode == 2 and "only keys and usage run next to" in refused.stderr, (
+        "the control port runs nothing else"
+    )
     assert call("chat", "one", "--message", "hello").out, "the chat makes a key of its own"
     assert live.snapshot(run).replicas[0].state == "ready"
     assert "penstock_requests_total" in call("metrics", "--deployment", "one").out

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from penstock import __version__, paths, processes, run_folder, targets
 from penstock.deployment import start
 from penstock.deployment.prepare import Fetching, prepare
 from penstock.deployment.stop import end_run
-from penstock.errors import PenstockError, UserError
+from penstock.errors import PenstockError
 from penstock.gateway.accounting import store
 from penstock.gateway.accounting.key_store import KeyStore
 from penstock.gateway.connections.listener import open_socket
@@ -24,11 +23,11 @@ from penstock.models.fetch import Progress
 from penstock.paths import write_atomically
 from penstock.run_folder import Desired, Run, replica
 from penstock.spec.deployment import Deployment
-from penstock.wire.container import STATE_FILES, ContainerView, Done, End, Named, Verb
+from penstock.targets import inside
+from penstock.wire.command import Done, Verb
+from penstock.wire.container import STATE_FILES, ContainerView, End, Named
 
 _MAX_EVENTS, _EVENTS_BYTES = 200, 200_000
-_VERBS = ("keys", "usage")
-_VERB_S = 60.0
 _WATCHERS_GRACE_S = 3.0
 _ANSWER_S = 90.0  # to wait for a start or a change, before the answer is that it is busy
 _SHOWN_EVERY_S = 5.0
@@ -151,14 +150,9 @@ class Holder:
         self._stop.set()
 
     def run_verb(self, verb: Verb) -> Done:
-        if self.run is None or not verb.words or verb.words[0] not in _VERBS:
-            raise UserError(f"cannot run that here: only {' and '.join(_VERBS)}, of a deployment that has started")
-        argv = [sys.executable, "-m", "penstock", *verb.words, "--deployment", self.deployment.name]
-        try:
-            done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_VERB_S)
-        except subprocess.TimeoutExpired as exc:
-            raise PenstockError(f"no answer within {_VERB_S:.0f} s") from exc
-        return Done(done.returncode, done.stdout, done.stderr)
+        if self.run is None:
+            raise PenstockError("the deployment has not started", is_retryable=True)
+        return inside.run([*verb.words, "--deployment", self.deployment.name], os.environ)
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[Run]:
