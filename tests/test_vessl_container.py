@@ -7,6 +7,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ import yaml
 from samples import demo_plan
 
 from penstock.deployment.container import __main__ as program
-from penstock.deployment.container import control
+from penstock.deployment.container import control, holder
 from penstock.deployment.container.holder import Holder, Settings
 from penstock.deployment.container.log_copy import LogCopy
 from penstock.errors import PenstockError, UserError
@@ -162,6 +163,29 @@ def test_a_deployment_that_has_not_started_tells_its_stage_and_takes_no_order() 
         holder.order(Desired("up", 2))
     with pytest.raises(PenstockError, match="has not started"):
         holder.run_verb(Verb(("keys",)))
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "n_ranks", "refusal", "warning"),
+    [
+        (60, 2, "cannot start 2 ranks", None),
+        (60, 1, None, None),
+        (500, 2, None, "/dev/shm has 500"),
+        (2000, 2, None, None),
+    ],
+)
+def test_ranks_do_not_start_where_dev_shm_has_no_room_for_them(
+    free_mib: int, n_ranks: int, refusal: str | None, warning: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = SimpleNamespace(free=free_mib * 2**20, total=free_mib * 2**20)
+    monkeypatch.setattr("psutil.disk_usage", lambda _: size)
+    if refusal is not None:
+        with pytest.raises(UserError, match=refusal) as caught:
+            list(holder._shared_memory(n_ranks))
+        assert caught.value.hint
+        return
+    warnings = list(holder._shared_memory(n_ranks))
+    assert [text.startswith(str(warning)) for text in warnings] == ([True] if warning else [])
 
 
 def test_logs_are_copied_line_by_line_also_when_a_file_starts_anew(tmp_path: Path) -> None:

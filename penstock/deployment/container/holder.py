@@ -9,12 +9,14 @@ import time
 from collections.abc import Iterator
 
 import msgspec
+import psutil
 
 from penstock import __version__, paths, processes, run_folder, targets
 from penstock.deployment import start
+from penstock.deployment.doctor import nodes
 from penstock.deployment.prepare import Fetching, prepare
 from penstock.deployment.stop import end_run
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, UserError
 from penstock.gateway.accounting import store
 from penstock.gateway.accounting.key_store import KeyStore
 from penstock.gateway.connections.listener import open_socket
@@ -69,7 +71,7 @@ class Holder:
         with start.bind("127.0.0.1") as admin:
             admin_port = admin.getsockname()[1]
             prepared = prepare(deployment, admin_port, fetching=Fetching(self._show, self._say))
-            for warning in prepared.plan.warnings:
+            for warning in [*prepared.plan.warnings, *_shared_memory(prepared.plan.layout.n_ranks)]:
                 print(f"penstock: warning: {warning}", flush=True)
             with open_socket((deployment.gateway.host, deployment.gateway.port)) as public:
                 run = start.write_run(prepared, [public.getsockname()[1], admin_port])
@@ -164,6 +166,19 @@ class Holder:
             yield self.run
         finally:
             self._changing.release()
+
+
+def _shared_memory(n_ranks: int) -> Iterator[str]:
+    """Warnings of a platform that gives its containers little.  Raises UserError where ranks would end with SIGBUS."""
+    size = psutil.disk_usage("/dev/shm")
+    finding = nodes.shared_memory(size.free, size.total, n_ranks)
+    if n_ranks > 1 and finding.state == "bad":
+        raise UserError(
+            f"cannot start {n_ranks} ranks in this container: /dev/shm has {finding.found}",
+            hint="Take a machine whose one GPU holds the model; only the platform can give a container more.",
+        )
+    if n_ranks > 1 and finding.state == "warning":
+        yield f"/dev/shm has {finding.found}"
 
 
 def _files(run: Run) -> Iterator[tuple[str, str]]:

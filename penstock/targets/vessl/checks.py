@@ -83,6 +83,8 @@ def _source_problems(deployment: Deployment) -> Iterator[Problem]:
             yield Problem(field, f'"{source}" is no source', "example: volume://vessl-storage/penstock")
     if weights is not None and deployment.cache.folder is None and run_yaml.weights_folder(deployment) is None:
         hint = "volume://STORAGE/NAME, vessl-artifact://ORG/PROJECT/NAME, or a folder of the container"
+        if weights.startswith("hf://"):
+            hint = "volume://STORAGE/NAME, which penstock fills from the hub once; VESSL copies hf:// at each start"
         yield Problem("cache.weights", f'"{weights}" is nothing that a run can have', hint)
     if block.kind == "service":
         yield from _service_problems(deployment)
