@@ -48,7 +48,6 @@ class Endpoints(msgspec.Struct, frozen=True):
 
 class RunSpec(msgspec.Struct, frozen=True):
     yaml_spec: str = ""
-    title: str = ""
 
 
 class Tag(msgspec.Struct, frozen=True):
@@ -64,7 +63,6 @@ class Execution(msgspec.Struct, frozen=True):
     endpoints: Endpoints | None = None
     run_spec: RunSpec | None = None
     tags: tuple[Tag, ...] | None = None
-    create_dt: str | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -84,7 +82,6 @@ class Preset(msgspec.Struct, frozen=True):
     """A kernel resource spec of a cluster: the machine that a run gets."""
 
     name: str = ""
-    processor_type: str | None = None
     cpu_limit: float | None = None
     memory_limit: str | None = None
     gpu_type: str | None = None

@@ -1,4 +1,4 @@
-"""What keeps a deployment from being placed as a run: in the file, and as VESSL answers."""
+"""What keeps a deployment from being placed as a run or a service: in the file, and as VESSL answers."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def _secret_problems(api: Api, deployment: Deployment) -> list[Problem]:
 
 
 def _name_problems(api: Api, deployment: Deployment) -> list[Problem]:
-    """A run has its own name besides others; a service is found by it."""
+    """A service is found by its name, which may be taken; runs may share one."""
     if block_of(deployment).kind == "run":
         return []
     service = ServiceApi(api).read(deployment.name)
