@@ -342,6 +342,12 @@ def test_a_server_that_does_not_answer_is_a_failure_that_may_be_retried() -> Non
     with answering() as url, pytest.raises(PenstockError, match="lost the connection") as caught:
         Client(url).models()
     assert caught.value.is_retryable
+    with answering(CHUNKED + chunked(delta("a"))[:-5]) as url:
+        stream = Client(url).stream_chat(HI)
+        next(stream)
+        with pytest.raises(PenstockError, match=r"was closed .* after the answer began") as caught:
+            next(stream)
+    assert "a proxy in between" in (caught.value.hint or "")
     with answering(CHUNKED + chunked(delta("a"))[:-5], closes=False) as url:
         stream = Client(url, timeout_s=0.02).stream_chat(HI)
         next(stream)

@@ -76,7 +76,7 @@ FORBIDDEN = re.compile(
 NO_MESSAGES = ("penstock/testing/", "penstock/bench/datasets/tokenizers.py")
 # Plain words that module names may use beyond the glossary.
 PLAIN = """
-access addresses admin agent amp amx announcer answering api application archive arguments arrivals autoscale
+access account addresses admin agent amp amx announcer answering api application archive arguments arrivals autoscale
 baselines blocks bodies board boards body bootstrap bundle
 calibrate calibration capacity catalog changes checks child choice collectives compare comparison compiled completion
 config conformance connections container control conversation cost cpu

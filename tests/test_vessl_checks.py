@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 import yaml
-from launching import call
 
 from penstock import targets
 from penstock.hardware import catalog
@@ -18,8 +17,9 @@ from penstock.spec.blocks import Vessl
 from penstock.spec.deployment import Deployment
 from penstock.targets.vessl import api, checks
 from penstock.targets.vessl.api import Preset
+from penstock.testing.fake_vessl.account import CLUSTER, Fault
 from penstock.testing.fake_vessl.containers import Container
-from penstock.testing.fake_vessl.server import CLUSTER, FakeVessl, Fault
+from penstock.testing.fake_vessl.server import FakeVessl
 
 BLOCK = {"cluster": CLUSTER, "preset": "gpu-l4-small"}
 
@@ -64,6 +64,7 @@ BAD = [
     ({"gateway": {"access_log": "/var/log/x"}}, "gateway.access_log: is a file of this machine"),
     ({"engine": {"env": {"HF_TOKEN": "hf_abc"}}}, "engine.env.HF_TOKEN: its value would be in clear text in the run"),
     ({"cache": {"weights": "pvc:models"}}, 'cache.weights: "pvc:models" is nothing that a run can have'),
+    ({"cache": {"weights": "hf://huggingface.co/a/b"}}, 'cache.weights: "hf://huggingface.co/a/b" is nothing that a'),
     ({"model": "/models/llama"}, 'model: "/models/llama" is a folder, and the container has none of this machine'),
     ({"vessl": {**BLOCK, "product": "cloud"}}, "vessl.product: VESSL Cloud (workspaces, vesslctl) has other calls"),
     ({"vessl": {"preset": "x"}}, "vessl.cluster: is missing"),
@@ -76,6 +77,12 @@ BAD = [
     (
         {"vessl": {**BLOCK, "kind": "service"}, "replicas": {"min": 1, "max": 2}},
         "gateway.store: no worker of a service would know the keys of the others",
+    ),
+    ({"vessl": {**BLOCK, "kind": "service"}, "ui": True}, "ui: a service exposes one port"),
+    ({"vessl": {**BLOCK, "kind": "service", "max_hours": 2}}, "vessl.max_hours: VESSL replaces a worker that ends"),
+    (
+        {"vessl": {**BLOCK, "kind": "service"}, "replicas": {"min": 0, "max": 1}},
+        "replicas.min: 0, but VESSL keeps a worker of a service",
     ),
     (
         {"vessl": {**BLOCK, "kind": "service"}, "cache": {"weights": "vessl-artifact://a/b/c"}},
@@ -210,13 +217,16 @@ def test_another_project_than_there_is_is_refused(vessl: FakeVessl) -> None:
     assert 'vessl.project: there is no project "x" (there are: serving)' in of_vessl(vessl={**BLOCK, "project": "x"})
 
 
-def test_a_service_is_rendered_and_not_sent(vessl: FakeVessl, tmp_path: Path) -> None:
-    fields = {"name": "one", "model": "meta-llama/Llama-3.1-8B-Instruct", "target": "vessl"}
-    path = tmp_path / "file.yaml"
-    path.write_text(yaml.safe_dump(fields | {"vessl": {**BLOCK, "kind": "service"}}), "utf-8")
-    done = call("up", path)
-    assert done.code == 2 and "vessl service create -f service.yaml" in done.err
-    assert vessl.world.runs == {}
+def test_a_service_is_judged_by_vessl_and_its_cluster_must_take_services(vessl: FakeVessl) -> None:
+    block = {**BLOCK, "kind": "service"}
+    assert of_vessl(vessl=block) == []
+    assert any("/model_services/revisions/sync_yaml" in line for line in vessl.world.calls)
+    vessl.world.cluster["vessl_service_enabled"] = False
+    assert of_vessl(vessl=block) == [
+        f'vessl.cluster: "{CLUSTER}" takes no services (another cluster, or vessl.kind: run)'
+    ]
+    vessl.world.cluster.pop("vessl_service_enabled")
+    assert of_vessl(vessl=block) == [], "where VESSL does not say, it will"
 
 
 def test_every_gpu_of_the_table_is_in_the_catalogue_and_sizes_are_read() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ import yaml
 from samples import demo_plan
 
 from penstock.deployment.container import __main__ as program
-from penstock.deployment.container import control
+from penstock.deployment.container import control, holder
 from penstock.deployment.container.holder import Holder, Settings
 from penstock.deployment.container.log_copy import LogCopy
 from penstock.errors import PenstockError, UserError
@@ -22,11 +23,12 @@ from penstock.run_folder import Desired, Part, Run, State
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment
 from penstock.targets.vessl import folder
-from penstock.targets.vessl.api import Account, Endpoint, Endpoints, Execution, RunSpec
+from penstock.targets.vessl.api import Account
 from penstock.targets.vessl.api import control as client_of
 from penstock.wire.answers import HttpError
 from penstock.wire.client import Client
-from penstock.wire.container import PATH, ContainerView, Done, End, Named, Verb
+from penstock.wire.command import Done, Verb
+from penstock.wire.container import PATH, ContainerView, End, Named
 
 TOKEN = "a-token-of-24-characters"
 GOLDEN = Path(__file__).parent / "golden" / "vessl" / "everything.yaml"
@@ -159,8 +161,31 @@ def test_a_deployment_that_has_not_started_tells_its_stage_and_takes_no_order() 
     assert holder.view().stage == "starting" and not holder.has_failed
     with pytest.raises(PenstockError, match="has not started"):
         holder.order(Desired("up", 2))
-    with pytest.raises(UserError, match="only keys and usage"):
+    with pytest.raises(PenstockError, match="has not started"):
         holder.run_verb(Verb(("keys",)))
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "n_ranks", "refusal", "warning"),
+    [
+        (60, 2, "cannot start 2 ranks", None),
+        (60, 1, None, None),
+        (500, 2, None, "/dev/shm has 500"),
+        (2000, 2, None, None),
+    ],
+)
+def test_ranks_do_not_start_where_dev_shm_has_no_room_for_them(
+    free_mib: int, n_ranks: int, refusal: str | None, warning: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = SimpleNamespace(free=free_mib * 2**20, total=free_mib * 2**20)
+    monkeypatch.setattr("psutil.disk_usage", lambda _: size)
+    if refusal is not None:
+        with pytest.raises(UserError, match=refusal) as caught:
+            list(holder._shared_memory(n_ranks))
+        assert caught.value.hint
+        return
+    warnings = list(holder._shared_memory(n_ranks))
+    assert [text.startswith(str(warning)) for text in warnings] == ([True] if warning else [])
 
 
 def test_logs_are_copied_line_by_line_also_when_a_file_starts_anew(tmp_path: Path) -> None:
@@ -182,35 +207,36 @@ def test_logs_are_copied_line_by_line_also_when_a_file_starts_anew(tmp_path: Pat
 # ---- on the machine of a verb ----------------------------------------------------------------------------------------
 
 
-def adopted(home: Path) -> tuple[Run, Execution]:
+def adopted(home: Path) -> Run:
     text = GOLDEN.read_text("utf-8").replace("    PLAN\n", f"    {PLAN}\n")
-    gateway = Endpoint("gateway", 9000, "http", "https://g.example.org")
-    page = Endpoint("chat", 7860, "http", "https://c.example.org", True)
-    execution = Execution(7, "running", endpoints=Endpoints((gateway, page)), run_spec=RunSpec(text))
-    run = folder.adopt("llama8", ACCOUNT, execution, lambda _: ("replica", "gateway", "controller", "ui"))
+    found = folder.Found("run 7", "run.yaml", text)
+    run = folder.adopt("llama8", found, lambda _: ("replica", "gateway", "controller", "ui"))
     assert run.path == home / "runs" / "llama8"
-    return run, execution
+    folder.note_addresses(run, "https://g.example.org", "https://c.example.org")
+    return run
 
 
 def test_a_run_of_another_machine_becomes_a_folder_without_a_token(home: Path) -> None:
-    run, execution = adopted(home)
-    folder.note_addresses(run, execution)
+    run = adopted(home)
     assert run.url == "https://g.example.org" and run.public_page_url == "https://c.example.org"
     assert run.deployment() == of_golden() and run.handle().units.keys() == {
         "replica/0", "gateway/0", "controller/0", "ui/0",
     }  # fmt: skip
-    assert not run.admin_token_file.exists() and folder.note_of(run) == folder.Note(
-        "https://api.example.org", "acme", "serving", 7
-    )
+    assert not run.admin_token_file.exists()
     with pytest.raises(PenstockError, match="has its admin address on loopback"):
         _ = run.admin_url
-    with pytest.raises(PenstockError, match='cannot read run 8, which has the tag "penstock-llama8"'):
-        folder.adopt("llama8", ACCOUNT, Execution(8, "running"), lambda _: ("replica",))
+    with pytest.raises(PenstockError, match='cannot read run 8, which calls itself "penstock-llama8"'):
+        folder.adopt("llama8", folder.Found("run 8", "run.yaml", ""), lambda _: ("replica",))
+
+
+def test_a_run_folder_remembers_its_account(home: Path) -> None:
+    run = adopted(home)
+    folder.note(run, ACCOUNT, 7)
+    assert folder.note_of(run) == folder.Note("https://api.example.org", "acme", "serving", 7)
 
 
 def test_the_containers_state_is_shown_without_its_processes(home: Path) -> None:
-    run, execution = adopted(home)
-    folder.note_addresses(run, execution)
+    run = adopted(home)
     state = State(
         1.0, "starting", 1, controller=Part("running", n_restarts=2), gateway=Part("gone"),
         prometheus=Part("running", url="http://127.0.0.1:9090"), ui=Part("gone", note="gradio is not installed"),
@@ -235,8 +261,8 @@ def test_the_containers_state_is_shown_without_its_processes(home: Path) -> None
 
 
 def test_what_has_ended_in_vessl_has_ended_here(home: Path) -> None:
-    run, _ = adopted(home)
-    folder.write_end(run, Execution(7, "failed", "exit code 1"), is_spot=False)
+    run = adopted(home)
+    folder.write_end(run, "failed", "VESSL ended run 7 as failed: exit code 1")
     state = run.state()
     assert run.is_ended() and state is not None and state.phase == "failed"
     assert state.reason == "VESSL ended run 7 as failed: exit code 1" and run.events()[-1].event == "ended"

@@ -18,7 +18,7 @@ from penstock import targets
 from penstock.deployment import live
 from penstock.run_folder import Run, find
 from penstock.targets.vessl import run_yaml
-from penstock.testing.fake_vessl.server import Fault
+from penstock.testing.fake_vessl.account import Fault
 from penstock.wire.client import Client
 
 pytestmark = pytest.mark.processes
@@ -37,7 +37,7 @@ def up(file: Path, *flags: str) -> tuple[Run, str]:
     return find(done.events[0]["name"]), next(str(event["key"]) for event in done.events if event.get("key"))
 
 
-def test_a_file_becomes_a_run_that_answers_is_changed_and_ends_without_a_trace(place: Rented) -> None:
+def test_a_file_becomes_a_run_that_answers_is_changed_and_ends_without_a_trace(place: Rented, tmp_path: Path) -> None:
     file = place.write(vessl={"secrets": {"HF_TOKEN": "hub"}})
     place.world.secrets["hub"] = (1, "hf_of_the_hub")
     run, key = up(file)
@@ -56,10 +56,18 @@ def test_a_file_becomes_a_run_that_answers_is_changed_and_ends_without_a_trace(p
     made = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
     ask(run, key=json.loads(made.stdout)["key"])
     refused = subprocess.run([*words[:5], "down", "one"], capture_output=True, text=True, timeout=30, check=False)
-    assert refused.returncode == 1 and "only keys and usage" in refused.stderr, "the control port runs nothing else"
+    assert refused.returncode == 2 and "only keys and usage run next to" in refused.stderr, (
+        "the control port runs nothing else"
+    )
     assert call("chat", "one", "--message", "hello").out, "the chat makes a key of its own"
     assert live.snapshot(run).replicas[0].state == "ready"
     assert "penstock_requests_total" in call("metrics", "--deployment", "one").out
+    kept = tmp_path / "prometheus"
+    assert call("metrics", "--deployment", "one", "--export", kept).code == 0
+    (group,) = json.loads((kept / "targets.json").read_text("utf-8"))
+    scraped = Client(f"http://{group['targets'][0]}", (kept / "scrape-key").read_text("utf-8").strip())
+    for page in ("/metrics", "/metrics/engines"):
+        assert b"\n" in scraped.send("GET", page), "a Prometheus of the user's reads the run by its public address"
     assert call("scale", "one", "2").code == 0
     wait_ready(run, 2)
     ask(run, key=key)

@@ -69,3 +69,29 @@ def test_vessls_own_cli_lives_with_the_fake(vessl: FakeVessl, tmp_path: Path) ->
     assert out.count("llama8") >= 2 and "running" in out and "] hello" in out
     wait_until(lambda: run.status == "terminated", "it has ended")
     assert run.processes() == []
+
+
+def test_vessls_own_cli_lives_with_the_fakes_services(vessl: FakeVessl, tmp_path: Path) -> None:
+    """A rendered revision, whose command is replaced: created, given the traffic, listed, read, scaled, terminated."""
+    form = yaml.safe_load((GOLDEN / "service.yaml").read_text("utf-8"))
+    form["run"][0]["command"] = "echo hello; exec sleep 60"
+    form["service"]["healthcheck"]["exec"] = ["python3", "-c", "pass"]
+    file = tmp_path / "service.yaml"
+    file.write_text(yaml.safe_dump(form), "utf-8")
+    vessl.world.secrets["penstock-llama8"] = (1, "a-token-of-the-fake")
+
+    def cli(*commands: str) -> str:
+        return vessl_judge.run("python", ["-c", SEVERAL, *commands], tmp_path, vessl.variables)
+
+    assert "/acme/services/llama8" in cli(f"service create -f {file} -s llama8 --set-current-active -y")
+    service = vessl.world.services["llama8"]
+    wait_until(lambda: "(not enabled)" not in cli("service read --service llama8"), "it has the traffic")
+    out = cli(
+        "service list",
+        "service read --service llama8 --detail",
+        "service scale --service llama8 --number 1 --max 2",
+        "service terminate --service llama8 --number 1",
+    )
+    assert "llama8" in out and service.balancer.url in out and "Revision #1" in out and "nvidia.com/gpu" in out
+    assert service.revisions[1].form["service"]["autoscaling"]["max"] == 2
+    wait_until(lambda: service.revisions[1].status == "stopped", "it has ended")

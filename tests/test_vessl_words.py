@@ -112,7 +112,7 @@ def test_a_units_lines_are_those_with_its_part_in_front() -> None:
     api = cast(Api, LogApi(rows))
 
     def lines(unit: Unit, last: int | None = None) -> list[str]:
-        return list(log_lines.lines(api, 7, unit, False, last, lambda: True))
+        return list(log_lines.lines(lambda since: api.logs(7, since), unit, False, last, lambda: True))
 
     assert lines(replica("0")) == ["a", "b"] and lines(replica("0"), 1) == ["b"] and lines(replica("0"), 0) == []
     assert lines(Unit("gateway", "0")) == ["g"] and lines(replica("0"), 9) == ["a", "b"]
@@ -130,4 +130,8 @@ def test_a_followed_log_waits_for_late_lines_and_keeps_their_order(monkeypatch: 
         return next(looks) > 5
 
     monkeypatch.setattr(log_lines, "_clock", lambda: api.now)
-    assert list(log_lines.lines(cast(Api, api), 7, replica("0"), True, None, has_ended)) == ["a", "b", "c"]
+    assert list(log_lines.lines(lambda since: cast(Api, api).logs(7, since), replica("0"), True, None, has_ended)) == [
+        "a",
+        "b",
+        "c",
+    ]

@@ -13,8 +13,9 @@ import pytest
 from launching import DEADLINE_S, Place, a_place, wait_until
 
 from penstock.targets import load
-from penstock.targets.vessl import target as vessl_target
-from penstock.testing.fake_vessl.server import CLUSTER, FakeVessl
+from penstock.targets.vessl import runs, services
+from penstock.testing.fake_vessl.account import CLUSTER
+from penstock.testing.fake_vessl.server import FakeVessl
 
 PAIRS = (5_500, 7_500)  # halves of ports
 
@@ -33,7 +34,9 @@ class Rented:
     def leftovers(self) -> list[str]:
         """What VESSL still has of it, and what still runs of a container."""
         runs = [f"run {run.id} is {run.status}" for run in self.world.living]
-        pids = [f"process {pid} of run {run.id}" for run in self.world.runs.values() for pid in run.processes()]
+        runs += [f"service {name}" for name in self.world.services]
+        containers = [*self.world.runs.values(), *self.world.workers]
+        pids = [f"process {pid} of {each.folder.name}" for each in containers for pid in each.processes()]
         secrets = [f"secret {name}" for name in self.world.secrets if name.startswith("penstock-")]
         return [*runs, *pids, *secrets]
 
@@ -55,8 +58,9 @@ def rented(folder: Path, deadline_s: float = 2 * DEADLINE_S) -> Iterator[Rented]
     with pytest.MonkeyPatch.context() as patch, FakeVessl(folder / "vessl") as vessl:
         for name, value in vessl.variables.items():
             patch.setenv(name, value)
-        patch.setattr(vessl_target, "_FRESH_S", 0.2)
-        patch.setattr(vessl_target, "_POLL_S", 0.1)
+        for life in (runs, services):
+            patch.setattr(life, "_FRESH_S", 0.2)
+            patch.setattr(life, "_POLL_S", 0.1)
         load.cache_clear()  # it remembers where it looked
         with a_place(folder, deadline_s) as place:
             ours = Rented(place, vessl)

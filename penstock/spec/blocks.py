@@ -169,9 +169,9 @@ class Vessl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One run of VESSL: a container that holds the whole deployment. Words are VESSL's own.
 
     `product`: VESSL Run and Service (run); VESSL Cloud (cloud) has other calls and is not built. `kind: service`: a
-    revision of VESSL Service, with its autoscaling between `replicas.min` and `replicas.max`; `render` prints it, and
-    `vessl service create` sends it. `organization`, `project`: those of `vessl configure` when absent. `cluster` and
-    `preset` are required. `spot: true` allows a preset of spot machines: a reclaim ends the deployment.
+    service of VESSL, whose autoscaling starts such containers between `replicas.min` and `replicas.max`.
+    `organization`, `project`: those of `vessl configure` when absent. `cluster` and `preset` are required. `spot: true`
+    allows a preset of spot machines: a reclaim ends the deployment.
 
     `image`: with the engine and Python 3.11 (vllm/vllm-openai of the planned version when absent). `code`: a source of
     VESSL's (volume://STORAGE/NAME) that holds penstock's wheel; absent, an image without penstock installs it by pip.

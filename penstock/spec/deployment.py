@@ -241,7 +241,7 @@ class Ui(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 # cache.weights that is no folder.
-_ELSEWHERE = re.compile(r"(pvc|image):|(gs|s3|volume|vessl-artifact)://|pod\Z")
+_ELSEWHERE = re.compile(r"(pvc|image):|[a-z][a-z0-9-]*://|pod\Z")
 
 
 class Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -33,7 +33,7 @@ TABLE = {
     "ray": "penstock.targets.ray.target:RayJobs",
     "slurm": "penstock.targets.slurm.target:Slurm",
     "ssh": "penstock.targets.ssh.target:OverSsh",
-    "vessl": "penstock.targets.vessl.target:VesslRun",
+    "vessl": "penstock.targets.vessl.target:OnVessl",
 }
 _CPUS, _MEMORY_BYTES, _GPU_BYTES = 64, 1024 * GIB, 80 * GIB  # of a machine that was not asked
 # "survey": runs a program on the nodes, for `doctor`. "places-gateway": takes gateway.on: job. "tunnels": its gateway

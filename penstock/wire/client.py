@@ -216,7 +216,7 @@ class Client:
             )
         else:
             connection = http.client.HTTPConnection(self._host, self._port, timeout=self.timeout_s)
-        doing = "could not connect to"
+        doing, answered_at = "could not connect to", None
         try:
             with contextlib.closing(connection):
                 connection.connect()
@@ -226,9 +226,11 @@ class Client:
                 with connection.getresponse() as response:
                     if response.status >= 400:
                         raise self._http_error(path, response)
+                    answered_at = time.monotonic()
                     yield response
         except (OSError, http.client.HTTPException) as exc:
-            raise self._explain(exc, doing) from exc
+            answered_s = None if answered_at is None else time.monotonic() - answered_at
+            raise self._explain(exc, doing, answered_s) from exc
 
     def _http_error(self, path: str, response: http.client.HTTPResponse) -> HttpError:
         body, header = response.read(_PIECE_BYTES), response.getheader
@@ -237,8 +239,8 @@ class Client:
             *(header("retry-after"), header("x-request-id")),
         )
 
-    def _explain(self, exc: OSError | http.client.HTTPException, doing: str) -> PenstockError:
-        """A connection's failure in words, and whether to try again."""
+    def _explain(self, exc: OSError | http.client.HTTPException, doing: str, answered_s: float | None) -> PenstockError:
+        """A connection's failure in words, and whether to try again. `answered_s`: how long the answer had lasted."""
         where = self.base_url
         if isinstance(exc, TimeoutError):
             return NoAnswer(f"no answer from {where} within {show_seconds(self.timeout_s)}", is_retryable=True)
@@ -252,7 +254,12 @@ class Client:
             reason = getattr(exc, "verify_message", None) or exc.reason or exc
             return PenstockError(f"cannot make a secure connection to {where}: {reason}", hint=hint)
         what = "the connection was closed" if isinstance(exc, http.client.IncompleteRead) else str(exc) or repr(exc)
-        return PenstockError(f"{doing} {where}: {what}", is_retryable=True)
+        if answered_s is None:
+            return PenstockError(f"{doing} {where}: {what}", is_retryable=True)
+        # Proxies of rented places end answers after 30 or 60 s, also those that stream.
+        hint = "If answers end after the same time again, a proxy in between limits them: raise its limit."
+        message = f"{doing} {where}: {what} {show_seconds(answered_s)} after the answer began"
+        return PenstockError(message, hint=hint, is_retryable=True)
 
 
 def _encode(fields: Mapping[str, object]) -> bytes:

@@ -4,7 +4,7 @@
     POST /container/replicas   Named: exactly these replicas; answers ContainerView
     POST /container/desired    what the user asked for (desired.json)
     POST /container/end        End: finish what runs, and exit
-    POST /container/verb       Verb: `keys` or `usage`, next to the gateway; answers Done
+    POST /container/verb       `keys` or `usage`, next to the gateway (`wire/command.py`)
 
 Every call needs `Authorization: Bearer TOKEN`, with the deployment's admin token.
 """
@@ -41,13 +41,3 @@ class End(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`now`: requests in flight are cut."""
 
     now: bool = False
-
-
-class Verb(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    words: tuple[str, ...]
-
-
-class Done(msgspec.Struct, frozen=True):
-    code: int
-    out: str
-    err: str

@@ -19,7 +19,8 @@ import msgspec
 
 from penstock.errors import PenstockError, UserError
 from penstock.run_folder import Desired
-from penstock.wire.container import PATH, ContainerView, Done, End, Named, Verb
+from penstock.wire.command import Done, Verb
+from penstock.wire.container import PATH, ContainerView, End, Named
 
 _IDLE_S = 10.0  # that a client may take for each read
 _BODY_BYTES = 64 * 1024
@@ -94,9 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(n_bytes))
         try:
             self._answer(self._call(self.path.removeprefix(f"{PATH}/"), body))
-        except msgspec.MsgspecError as exc:
-            self._refuse(HTTPStatus.BAD_REQUEST, str(exc))
-        except UserError as exc:
+        except (msgspec.MsgspecError, UserError) as exc:
             self._refuse(HTTPStatus.BAD_REQUEST, str(exc))
         except PenstockError as exc:
             self._refuse(HTTPStatus.CONFLICT, str(exc))

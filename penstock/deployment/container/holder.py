@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
+import os
 import threading
 import time
 from collections.abc import Iterator
 
 import msgspec
+import psutil
 
 from penstock import __version__, paths, processes, run_folder, targets
 from penstock.deployment import start
+from penstock.deployment.doctor import nodes
 from penstock.deployment.prepare import Fetching, prepare
 from penstock.deployment.stop import end_run
 from penstock.errors import PenstockError, UserError
@@ -24,11 +25,11 @@ from penstock.models.fetch import Progress
 from penstock.paths import write_atomically
 from penstock.run_folder import Desired, Run, replica
 from penstock.spec.deployment import Deployment
-from penstock.wire.container import STATE_FILES, ContainerView, Done, End, Named, Verb
+from penstock.targets import inside
+from penstock.wire.command import Done, Verb
+from penstock.wire.container import STATE_FILES, ContainerView, End, Named
 
 _MAX_EVENTS, _EVENTS_BYTES = 200, 200_000
-_VERBS = ("keys", "usage")
-_VERB_S = 60.0
 _WATCHERS_GRACE_S = 3.0
 _ANSWER_S = 90.0  # to wait for a start or a change, before the answer is that it is busy
 _SHOWN_EVERY_S = 5.0
@@ -70,7 +71,7 @@ class Holder:
         with start.bind("127.0.0.1") as admin:
             admin_port = admin.getsockname()[1]
             prepared = prepare(deployment, admin_port, fetching=Fetching(self._show, self._say))
-            for warning in prepared.plan.warnings:
+            for warning in [*prepared.plan.warnings, *_shared_memory(prepared.plan.layout.n_ranks)]:
                 print(f"penstock: warning: {warning}", flush=True)
             with open_socket((deployment.gateway.host, deployment.gateway.port)) as public:
                 run = start.write_run(prepared, [public.getsockname()[1], admin_port])
@@ -151,14 +152,9 @@ class Holder:
         self._stop.set()
 
     def run_verb(self, verb: Verb) -> Done:
-        if self.run is None or not verb.words or verb.words[0] not in _VERBS:
-            raise UserError(f"cannot run that here: only {' and '.join(_VERBS)}, of a deployment that has started")
-        argv = [sys.executable, "-m", "penstock", *verb.words, "--deployment", self.deployment.name]
-        try:
-            done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_VERB_S)
-        except subprocess.TimeoutExpired as exc:
-            raise PenstockError(f"no answer within {_VERB_S:.0f} s") from exc
-        return Done(done.returncode, done.stdout, done.stderr)
+        if self.run is None:
+            raise PenstockError("the deployment has not started", is_retryable=True)
+        return inside.run([*verb.words, "--deployment", self.deployment.name], os.environ)
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[Run]:
@@ -170,6 +166,19 @@ class Holder:
             yield self.run
         finally:
             self._changing.release()
+
+
+def _shared_memory(n_ranks: int) -> Iterator[str]:
+    """Warnings of a platform that gives its containers little.  Raises UserError where ranks would end with SIGBUS."""
+    size = psutil.disk_usage("/dev/shm")
+    finding = nodes.shared_memory(size.free, size.total, n_ranks)
+    if n_ranks > 1 and finding.state == "bad":
+        raise UserError(
+            f"cannot start {n_ranks} ranks in this container: /dev/shm has {finding.found}",
+            hint="Take a machine whose one GPU holds the model; only the platform can give a container more.",
+        )
+    if n_ranks > 1 and finding.state == "warning":
+        yield f"/dev/shm has {finding.found}"
 
 
 def _files(run: Run) -> Iterator[tuple[str, str]]:

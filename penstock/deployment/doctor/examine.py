@@ -174,7 +174,8 @@ def _known_machines(target: Target, deployment: Deployment) -> Finding:
         return _of_error("nodes", error)
     gpus = [gpu.name for machine in machines for gpu in machine.gpus]
     names = ", ".join(f"{gpus.count(name)} x {name}" for name in sorted(set(gpus))) or "no GPU"
-    known = f"target {target.name} knows {len(machines)} machines with {names}; no program was run on them"
+    what = "machine" if len(machines) == 1 else "machines"
+    known = f"target {target.name} knows {len(machines)} {what} with {names}; no program was run on them"
     return Finding("nodes", "ok" if machines else "warning", known)
 
 

@@ -54,7 +54,7 @@ def of_node(node: SurveyedNode, deployment: Deployment, is_elastic: bool = False
     """`is_elastic`: the target waits for free machines, so memory that other jobs hold is no problem."""
     findings = [
         *_memory(node),
-        *_shared_memory(node),
+        shared_memory(node.check.facts.shm_bytes, node.check.shm_total_bytes, len(node.check.facts.machine.gpus)),
         *_limits(node),
         *_spaces(node),
         *_gpus(node, deployment),
@@ -94,16 +94,15 @@ def _memory(node: SurveyedNode) -> Iterator[Finding]:
     yield Finding("memory", state, text, "End the processes that hold the memory.")
 
 
-def _shared_memory(node: SurveyedNode) -> Iterator[Finding]:
-    free, n_gpus = node.check.facts.shm_bytes, len(node.check.facts.machine.gpus)
-    text = f"{show_bytes(free)} free of {show_bytes(node.check.shm_total_bytes)}"
+def shared_memory(free_bytes: int, total_bytes: int, n_gpus: int) -> Finding:
+    """Of a machine whose replicas take that many GPUs together. Pure."""
+    text = f"{show_bytes(free_bytes)} free of {show_bytes(total_bytes)}"
     cure = "Start the container with --shm-size 8g (Kubernetes: an emptyDir of medium Memory), or empty /dev/shm."
-    if free < _MIN_SHM_BYTES and n_gpus > 1:
-        yield Finding("/dev/shm", "bad", f"{text}: NCCL between {n_gpus} GPUs needs more", cure)
-    elif free < _LITTLE_SHM_BYTES:
-        yield Finding("/dev/shm", "warning", f"{text}: vLLM's ranks communicate through it", cure)
-    else:
-        yield Finding("/dev/shm", "ok", text)
+    if free_bytes < _MIN_SHM_BYTES and n_gpus > 1:
+        return Finding("/dev/shm", "bad", f"{text}: NCCL between {n_gpus} GPUs needs more", cure)
+    if free_bytes < _LITTLE_SHM_BYTES:
+        return Finding("/dev/shm", "warning", f"{text}: vLLM's ranks communicate through it", cure)
+    return Finding("/dev/shm", "ok", text)
 
 
 def _limits(node: SurveyedNode) -> Iterator[Finding]:

@@ -48,7 +48,6 @@ class Endpoints(msgspec.Struct, frozen=True):
 
 class RunSpec(msgspec.Struct, frozen=True):
     yaml_spec: str = ""
-    title: str = ""
 
 
 class Tag(msgspec.Struct, frozen=True):
@@ -64,7 +63,6 @@ class Execution(msgspec.Struct, frozen=True):
     endpoints: Endpoints | None = None
     run_spec: RunSpec | None = None
     tags: tuple[Tag, ...] | None = None
-    create_dt: str | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -84,13 +82,20 @@ class Preset(msgspec.Struct, frozen=True):
     """A kernel resource spec of a cluster: the machine that a run gets."""
 
     name: str = ""
-    processor_type: str | None = None
     cpu_limit: float | None = None
     memory_limit: str | None = None
     gpu_type: str | None = None
     gpu_limit: int | None = None
     spot: bool | None = None
     default_hourly_credit: float | None = None
+
+
+class Cluster(msgspec.Struct, frozen=True):
+    """`vessl_service_enabled`: None where VESSL does not say."""
+
+    id: int
+    name: str
+    vessl_service_enabled: bool | None = None
 
 
 class LogLine(msgspec.Struct, frozen=True):
@@ -146,73 +151,70 @@ class Api:
     def __init__(self, account: Account) -> None:
         self.account = account
         self._client = Client(account.host, None, _TIMEOUT_S)
-        self._organization = f"/api/v1/organizations/{quote(account.organization, safe='')}"
-        self._project = f"{self._organization}/projects/{quote(account.project, safe='')}"
+        self.in_organization = f"/api/v1/organizations/{quote(account.organization, safe='')}"
+        self._project = f"{self.in_organization}/projects/{quote(account.project, safe='')}"
 
     # ---- what there is -----------------------------------------------------------------------------------------------
 
     def me(self) -> Any:
-        return self._get("/api/v1/accounts/me")
+        return self.get("/api/v1/accounts/me")
 
     def organization(self) -> Any:
-        return self._get(self._organization)
+        return self.get(self.in_organization)
 
     def projects(self) -> list[str]:
-        rows = self._get(f"{self._organization}/projects")
+        rows = self.get(f"{self.in_organization}/projects")
         rows = (rows.get("results") or rows.get("projects") or []) if isinstance(rows, dict) else rows
         return [str(row.get("name", "")) for row in rows]
 
-    def clusters(self) -> dict[str, int]:
-        """Their ids by their names."""
-        return {str(row["name"]): int(row["id"]) for row in self._get(f"{self._organization}/clusters")["clusters"]}
+    def clusters(self) -> dict[str, Cluster]:
+        """By their names."""
+        rows = converted(self.get(f"{self.in_organization}/clusters")["clusters"], list[Cluster])
+        return {row.name: row for row in rows}
 
     def presets(self, cluster_id: int) -> tuple[Preset, ...]:
-        answer = self._get(f"{self._organization}/clusters/{cluster_id}/resource_specs")
-        return tuple(_converted(answer.get("results") or [], list[Preset]))
+        answer = self.get(f"{self.in_organization}/clusters/{cluster_id}/resource_specs")
+        return tuple(converted(answer.get("results") or [], list[Preset]))
 
     # ---- secrets -----------------------------------------------------------------------------------------------------
 
     def secrets(self) -> dict[str, int]:
         """The ids of generic secrets by their names; nobody can read their values."""
-        answer = self._get(f"{self._organization}/secrets?kind=generic-secret")
+        answer = self.get(f"{self.in_organization}/secrets?kind=generic-secret")
         rows = answer.get("secrets") or []
         return {str(row["credentials_name"]): int(row["credentials_id"]) for row in rows}
 
     def write_secret(self, name: str, value: str) -> None:
         body = {"secret_name": name, "value": value}
-        self._post(f"{self._organization}/secrets/generic_secret", body)
+        self.post(f"{self.in_organization}/secrets/generic_secret", body)
 
     def delete_secret(self, name: str) -> None:
         """Nothing where there is none."""
         found = self.secrets().get(name)
         if found is not None:
-            self._call("DELETE", f"{self._organization}/secrets/by_id/{found}", None)
+            self.call("DELETE", f"{self.in_organization}/secrets/by_id/{found}", None)
 
     # ---- runs --------------------------------------------------------------------------------------------------------
 
     def judged(self, yaml_spec: str) -> list[tuple[str, str]]:
         """What the server's dry check says against a run: attributes with its words."""
-        answer = self._post(f"{self._organization}/run/spec/sync_yaml", {"yaml_spec": yaml_spec})
-        errors = answer.get("form_errors") or {}
-        # The SDK has both spellings: of the wire and of its own attributes.
-        kinds = ("decode_errors", "DecodeErrors", "validation_errors", "ValidationErrors")
-        rows = [row for kind in kinds for row in errors.get(kind) or []]
-        return [(str(row.get("attribute") or ""), str(row.get("message") or "")) for row in rows]
+        answer = self.post(f"{self.in_organization}/run/spec/sync_yaml", {"yaml_spec": yaml_spec})
+        return form_errors(answer)
 
     def create(self, yaml_spec: str) -> int:
         """The id of a new run. Not tried twice: who calls looks whether it was made."""
-        answer = self._call("POST", f"{self._project}/run/spec/create_from_yaml", {"yaml_spec": yaml_spec})
+        answer = self.call("POST", f"{self._project}/run/spec/create_from_yaml", {"yaml_spec": yaml_spec})
         return int(answer["run_execution"]["id"])
 
     def read(self, execution_id: int) -> Execution | None:
         """None when it was deleted."""
         try:
-            answer = self._get(f"{self._project}/run_executions/{execution_id}")
+            answer = self.get(f"{self._project}/run_executions/{execution_id}")
         except HttpError as exc:
             if exc.status == 404:
                 return None
             raise
-        return _converted(answer, Execution)
+        return converted(answer, Execution)
 
     def living(self) -> list[Execution]:
         """All that have not ended, the newest first."""
@@ -220,8 +222,8 @@ class Api:
         unique: dict[int, Execution] = {}
         for number in range(_MOST_PAGES):
             query = urlencode({"statuses": statuses, "limit": _PAGE, "offset": number * _PAGE})
-            answer = self._get(f"{self._project}/run_executions?{query}")
-            page = _converted(answer.get("results") or [], list[Execution])
+            answer = self.get(f"{self._project}/run_executions?{query}")
+            page = converted(answer.get("results") or [], list[Execution])
             n_before = len(unique)
             unique |= {row.id: row for row in page}
             if len(page) < _PAGE or len(unique) == n_before:
@@ -231,40 +233,44 @@ class Api:
     def logs(self, execution_id: int, since: float) -> list[LogLine]:
         """All lines from that time on (Unix seconds), the oldest first. Without `log_limit`, which keeps the last."""
         query = urlencode({"log_start": since})
-        answer = self._get(f"{self._project}/run_executions/{execution_id}/logs?{query}")
-        return sorted(_converted(answer.get("logs") or [], list[LogLine]), key=lambda line: line.timestamp)
+        answer = self.get(f"{self._project}/run_executions/{execution_id}/logs?{query}")
+        return sorted(converted(answer.get("logs") or [], list[LogLine]), key=lambda line: line.timestamp)
 
     def terminate(self, execution_id: int) -> None:
         try:
-            self._post(f"{self._project}/run_executions/{execution_id}/terminate", {})
+            self.post(f"{self._project}/run_executions/{execution_id}/terminate", {})
         except HttpError as exc:
             if exc.status != 404:
                 raise
 
     def page_of(self, execution_id: int) -> str:
+        return self.page("runs", self.account.project, str(execution_id))
+
+    def page(self, *words: str) -> str:
+        """An address for people."""
         web = (os.environ.get("VESSL_WEB_HOST") or WEB).rstrip("/")
-        return f"{web}/{self.account.organization}/runs/{self.account.project}/{execution_id}"
+        return "/".join([web, self.account.organization, *words])
 
     # ---- a call ------------------------------------------------------------------------------------------------------
 
-    def _get(self, path: str) -> Any:
+    def get(self, path: str) -> Any:
         return self._tried("GET", path, None)
 
-    def _post(self, path: str, body: object) -> Any:
+    def post(self, path: str, body: object) -> Any:
         return self._tried("POST", path, body)
 
     def _tried(self, method: str, path: str, body: object) -> Any:
         for _ in range(_TRIES - 1):
             try:
-                return self._call(method, path, body)
+                return self.call(method, path, body)
             except PenstockError as exc:
                 if not exc.is_retryable:
                     raise
                 after = exc.retry_after_s if isinstance(exc, HttpError) else None
             _sleep(min(after or _AGAIN_S, 5.0))
-        return self._call(method, path, body)
+        return self.call(method, path, body)
 
-    def _call(self, method: str, path: str, body: object) -> Any:
+    def call(self, method: str, path: str, body: object) -> Any:
         headers = {"authorization": f"Token {self.account.token}", "content-type": "application/json"}
         data = None if body is None else msgspec.json.encode(body)
         try:
@@ -276,7 +282,16 @@ class Api:
             raise PenstockError(f"cannot read the answer of {self.account.host}{path}: not JSON") from exc
 
 
-def _converted(value: object, kind: type[T]) -> T:
+def form_errors(answer: Any) -> list[tuple[str, str]]:
+    """What a dry check says against a form: attributes with its words."""
+    errors = answer.get("form_errors") or {}
+    # The SDK has both spellings: of the wire and of its own attributes.
+    kinds = ("decode_errors", "DecodeErrors", "validation_errors", "ValidationErrors")
+    rows = [row for kind in kinds for row in errors.get(kind) or []]
+    return [(str(row.get("attribute") or ""), str(row.get("message") or "")) for row in rows]
+
+
+def converted(value: object, kind: type[T]) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as exc:

@@ -1,4 +1,4 @@
-"""What keeps a deployment from being placed as a run: in the file, and as VESSL answers."""
+"""What keeps a deployment from being placed as a run or a service: in the file, and as VESSL answers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from penstock.spec.secret_names import secret_names
 from penstock.targets.vessl import run_yaml
 from penstock.targets.vessl.api import Api, Preset
 from penstock.targets.vessl.run_yaml import block_of
+from penstock.targets.vessl.service_api import ServiceApi
 from penstock.text import MIB
 from penstock.wire.container import SECRET_VARIABLE
 
@@ -82,13 +83,11 @@ def _source_problems(deployment: Deployment) -> Iterator[Problem]:
             yield Problem(field, f'"{source}" is no source', "example: volume://vessl-storage/penstock")
     if weights is not None and deployment.cache.folder is None and run_yaml.weights_folder(deployment) is None:
         hint = "volume://STORAGE/NAME, vessl-artifact://ORG/PROJECT/NAME, or a folder of the container"
+        if weights.startswith("hf://"):
+            hint = "volume://STORAGE/NAME, which penstock fills from the hub once; VESSL copies hf:// at each start"
         yield Problem("cache.weights", f'"{weights}" is nothing that a run can have', hint)
     if block.kind == "service":
-        if block.exports or (weights or "").startswith("vessl-artifact://"):
-            field = "vessl.exports" if block.exports else "cache.weights"
-            yield Problem(field, "a service exports nothing", "use a volume")
-        if block.max_hours is not None:
-            yield Problem("vessl.max_hours", "VESSL replaces a worker that ends", "remove it")
+        yield from _service_problems(deployment)
     elif block.max_hours is not None and block.max_hours <= 0:
         yield Problem("vessl.max_hours", f"{block.max_hours:g} is no time", "example: 12")
     if deployment.model.startswith(("/", "~")) and not (block.mounts or block.imports):
@@ -96,8 +95,26 @@ def _source_problems(deployment: Deployment) -> Iterator[Problem]:
         yield Problem("model", message, "give a hub id, or mount the folder: vessl.mounts: {/models: volume://...}")
 
 
+def _service_problems(deployment: Deployment) -> Iterator[Problem]:
+    """What a service lacks: an end of its own, a second port, and workers that can be told apart."""
+    block, replicas = block_of(deployment), deployment.replicas
+    if block.exports or (deployment.cache.weights or "").startswith("vessl-artifact://"):
+        field = "vessl.exports" if block.exports else "cache.weights"
+        yield Problem(field, "a service exports nothing", "use a volume")
+    if block.max_hours is not None:
+        yield Problem("vessl.max_hours", "VESSL replaces a worker that ends", "remove it")
+    if deployment.chat_page is not None:
+        message = "a service exposes one port, which is the gateway's"
+        yield Problem("ui", message, "remove it, and serve the page here: penstock ui --url ADDRESS")
+    if replicas.min < 1:
+        yield Problem("replicas.min", "0, but VESSL keeps a worker of a service", "set replicas.min: 1")
+    if replicas.max > 1 and not run_yaml.shares_keys(deployment):
+        message = "no worker of a service would know the keys of the others"
+        yield Problem("gateway.store", message, "a PostgreSQL that the workers reach: postgresql://...")
+
+
 def _own_problems(deployment: Deployment) -> Iterator[Problem]:
-    gateway, block = deployment.gateway, block_of(deployment)
+    gateway = deployment.gateway
     if deployment.hardware.nodes > 1:
         message = f"{deployment.hardware.nodes} nodes, but a VESSL run is one container"
         yield Problem("hardware.nodes", message, "take a preset with more GPUs, and hardware.nodes: 1")
@@ -119,11 +136,7 @@ def _own_problems(deployment: Deployment) -> Iterator[Problem]:
             yield Problem(field, f"{port} is no port that a run can publish", "choose another, such as 8000")
     if len(set(ports.values())) < len(ports):
         yield Problem("ui.port", "is the gateway's control port (gateway.port + 1)", "choose another, such as 7860")
-    if block.kind == "service" and deployment.replicas.max > 1:
-        if gateway.store is None or "://" not in gateway.store:
-            message = "no worker of a service would know the keys of the others"
-            yield Problem("gateway.store", message, "a PostgreSQL that the workers reach: postgresql://...")
-    elif deployment.hardware.gpus_per_node == 0 and deployment.engine.kind == "vllm":
+    if deployment.hardware.gpus_per_node == 0 and deployment.engine.kind == "vllm":
         yield Problem("hardware.gpus_per_node", "0, but the public image of vLLM is for GPUs", "remove it")
 
 
@@ -139,7 +152,7 @@ def problems(api: Api, deployment: Deployment) -> tuple[list[Problem], Preset | 
     except PenstockError as exc:
         return [Problem("vessl", exc.message, exc.hint)], None
     preset = None
-    for check in (_secret_problems, _dry_problems):
+    for check in (_secret_problems, _name_problems, _dry_problems):
         try:
             found += check(api, deployment)
         except PenstockError as exc:
@@ -174,12 +187,25 @@ def _secret_problems(api: Api, deployment: Deployment) -> list[Problem]:
     return found
 
 
-def _dry_problems(api: Api, deployment: Deployment) -> list[Problem]:
-    """VESSL's own check of the run, whose plan and image are not known yet."""
-    if block_of(deployment).kind == "service":
+def _name_problems(api: Api, deployment: Deployment) -> list[Problem]:
+    """A service is found by its name, which may be taken; runs may share one."""
+    if block_of(deployment).kind == "run":
         return []
+    service = ServiceApi(api).read(deployment.name)
+    if service is None or service.description == run_yaml.tag_of(service.name):
+        return []
+    message = f'VESSL has a service "{service.name}" that penstock did not make'
+    return [
+        Problem("name", message, f"take another name, or delete that service: {ServiceApi(api).page_of(service.name)}")
+    ]
+
+
+def _dry_problems(api: Api, deployment: Deployment) -> list[Problem]:
+    """VESSL's own check of the YAML, whose plan and image are not known yet."""
     text = run_yaml.to_yaml(run_yaml.unplanned(deployment))
-    return [Problem(f"vessl ({attribute})" if attribute else "vessl", said) for attribute, said in api.judged(text)]
+    is_service = block_of(deployment).kind == "service"
+    said = ServiceApi(api).judged(deployment.name, text) if is_service else api.judged(text)
+    return [Problem(f"vessl ({attribute})" if attribute else "vessl", words) for attribute, words in said]
 
 
 def _preset_problems(api: Api, deployment: Deployment) -> tuple[list[Problem], Preset | None]:
@@ -187,10 +213,13 @@ def _preset_problems(api: Api, deployment: Deployment) -> tuple[list[Problem], P
     found = _absent("vessl.cluster", block.cluster or "", clusters, "cluster")
     if found:
         return found, None
-    presets = {preset.name: preset for preset in api.presets(clusters[block.cluster or ""])}
-    found = _absent("vessl.preset", block.preset or "", presets, "preset")
-    if found:
-        return found, None
+    cluster = clusters[block.cluster or ""]
+    if block.kind == "service" and cluster.vessl_service_enabled is False:
+        found = [Problem("vessl.cluster", f'"{cluster.name}" takes no services', "another cluster, or vessl.kind: run")]
+    presets = {preset.name: preset for preset in api.presets(cluster.id)}
+    absent = _absent("vessl.preset", block.preset or "", presets, "preset")
+    if absent:
+        return [*found, *absent], None
     preset = presets[block.preset or ""]
     if preset.spot and not block.spot:
         message = f'"{preset.name}" is of spot machines, and a reclaim ends the deployment'

@@ -1,4 +1,4 @@
-"""A run folder on the machine of a verb: which run of VESSL it is, and what the container tells of it."""
+"""A run folder on the machine of a verb: which run or service of VESSL it is, and what the container tells of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -15,8 +16,8 @@ from penstock.paths import write_atomically
 from penstock.planner import Plan
 from penstock.run_folder import Desired, Handle, Kind, Part, Record, Run, State, is_locked, unit_of
 from penstock.spec.deployment import Deployment
-from penstock.targets.vessl import run_yaml, words
-from penstock.targets.vessl.api import Account, Execution
+from penstock.targets.vessl import run_yaml
+from penstock.targets.vessl.api import Account
 from penstock.wire.announcement import GatewayAddress
 from penstock.wire.container import ContainerView
 
@@ -26,12 +27,22 @@ GATEWAY_UNIT = "0"
 
 
 class Note(msgspec.Struct, frozen=True):
-    """vessl.json: where the run is, whatever the configuration says by now. `id` is None before it was created."""
+    """vessl.json: where the deployment is, whatever the configuration says by now. `id`: of the run, or the number of
+    the service's revision; None before it was created."""
 
     host: str
     organization: str
     project: str
     id: int | None = None
+    kind: Literal["run", "service"] = "run"
+
+
+class Found(NamedTuple):
+    """What VESSL has of a deployment that another machine started: `what`, for people, and its YAML."""
+
+    what: str
+    file: str
+    yaml_spec: str
 
 
 def note_of(run: Run) -> Note | None:
@@ -40,21 +51,23 @@ def note_of(run: Run) -> Note | None:
     return None
 
 
-def note(run: Run, account: Account, execution_id: int | None) -> None:
-    content = Note(account.host, account.organization, account.project, execution_id)
+def note(run: Run, account: Account, number: int | None, kind: Literal["run", "service"] = "run") -> None:
+    content = Note(account.host, account.organization, account.project, number, kind)
     if note_of(run) != content:
         write_atomically(run.path / _NOTE, msgspec.json.encode(content))
 
 
-def note_addresses(run: Run, execution: Execution) -> None:
+def secret_value(run: Run) -> str:
+    """Of the deployment's own secret: the admin token, and the hash of the key that `up` has just made."""
+    key_hash = run.first_key_file.read_text("utf-8").strip() if run.first_key_file.exists() else None
+    return ":".join(filter(None, [run.admin_token(), key_hash]))
+
+
+def note_addresses(run: Run, url: str | None, page_url: str | None = None) -> None:
     """Where clients reach the gateway and the chat page, once VESSL has told."""
-    url = execution.address(run_yaml.GATEWAY)
     if url is None:
         return
-    deployment = run.deployment()
-    address = GatewayAddress(
-        GATEWAY_UNIT, f"{run.name}:{deployment.gateway.port}", (), url, execution.address(run_yaml.PAGE)
-    )
+    address = GatewayAddress(GATEWAY_UNIT, f"{run.name}:{run.deployment().gateway.port}", (), url, page_url)
     with contextlib.suppress(PenstockError):
         if run.gateway_address() == address:
             return
@@ -80,7 +93,7 @@ def take(run: Run, view: ContainerView) -> None:
     _write(run, texts)
     if view.stage is None and view.refusal is None:
         replicas = [key for key in view.units if unit_of(key).kind == "replica"]
-        handle = Handle(run.handle().target, {key: {} for key in [*replicas, *_others(run.record().placed)]})
+        handle = Handle(run.handle().target, {key: {} for key in [*replicas, *others(run.record().placed)]})
         if handle != run.handle():
             run.write_handle(handle)
 
@@ -118,46 +131,40 @@ def _write(run: Run, texts: Mapping[str, str]) -> None:
         write_atomically(path, text.encode())
 
 
-def write_end(run: Run, execution: Execution, is_spot: bool, said: str | None = None) -> None:
-    """Its run has ended, and nothing outside would start it again: so has the deployment. `said`: its last words."""
-    reason = "; its log ends with: ".join(filter(None, [words.ended(execution, is_spot), said]))
+def write_end(run: Run, phase: Literal["failed", "down"], reason: str) -> None:
+    """VESSL has ended it, and nothing outside would start it again: so has the deployment."""
     run.write_desired(Desired("down", 0))
-    run.write_state(State(time.time(), "failed" if execution.status == "failed" else "down", 0, reason=reason))
+    run.write_state(State(time.time(), phase, 0, reason=reason))
     run.add_event("ended", reason)
 
 
-def adopt(
-    name: str, account: Account, execution: Execution, placed_of: Callable[[Deployment], tuple[Kind, ...]]
-) -> Run:
+def adopt(name: str, found: Found, placed_of: Callable[[Deployment], tuple[Kind, ...]]) -> Run:
     """Write the folder of a deployment that another machine started. `placed_of`: the kinds of units inside.
 
-    Without an admin token, which is on that machine alone: VESSL shows no secret.  Raises PenstockError for a run that
+    Without an admin token, which is on that machine alone: VESSL shows no secret.  Raises PenstockError for one that
     penstock did not render.
     """
     run = Run(paths.folder() / name)
     try:
-        file, plan = run_yaml.embedded(execution.run_spec.yaml_spec if execution.run_spec else "")
+        file, plan = run_yaml.embedded(found.yaml_spec)
         msgspec.json.decode(plan, type=Plan)
     except (ValueError, msgspec.MsgspecError) as exc:
-        message = f'cannot read run {execution.id}, which has the tag "{run_yaml.tag_of(name)}"'
+        message = f'cannot read {found.what}, which calls itself "{run_yaml.tag_of(name)}"'
         raise PenstockError(message, detail=str(exc), hint="Another version of penstock may have started it.") from exc
     for part in ("artifact", "logs", "gateway"):
         (run.path / part).mkdir(parents=True, exist_ok=True)
     (run.path / "secrets").mkdir(mode=0o700, exist_ok=True)
-    _write(run, {"spec.yaml": file, "plan.json": plan})
-    if execution.run_spec is not None:
-        write_atomically(run.artifact_path / run_yaml.RUN_FILE, execution.run_spec.yaml_spec.encode())
+    _write(run, {"spec.yaml": file, "plan.json": plan, f"artifact/{found.file}": found.yaml_spec})
     deployment = run.deployment()
     placed = placed_of(deployment)
     run.write_desired(Desired("up", deployment.replicas.first))
     names = [f"replica/{number}" for number in range(run.desired().replicas)]
-    run.write_handle(Handle(deployment.target, {key: {} for key in [*names, *_others(placed)]}))
+    run.write_handle(Handle(deployment.target, {key: {} for key in [*names, *others(placed)]}))
     (run.path / "events.jsonl").touch()
-    note(run, account, execution.id)
     record = Record(secrets.token_hex(6), name, deployment.target, time.time(), __version__, placed)
     write_atomically(run.path / "run.json", msgspec.json.encode(record))
     return run
 
 
-def _others(placed: tuple[Kind, ...]) -> list[str]:
+def others(placed: tuple[Kind, ...]) -> list[str]:
     return [f"{kind}/0" for kind in placed if kind != "replica"]

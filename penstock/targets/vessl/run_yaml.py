@@ -16,7 +16,7 @@ from penstock.planner import Plan
 from penstock.planner.engine_versions import NEWEST
 from penstock.spec import reading
 from penstock.spec.blocks import Vessl
-from penstock.spec.deployment import Deployment
+from penstock.spec.deployment import Deployment, Replicas
 from penstock.targets.images import engine_words, public_image
 from penstock.wire.container import SECRET_VARIABLE
 
@@ -68,14 +68,19 @@ def image(deployment: Deployment, plan: Plan) -> str:
     return found
 
 
-def run(deployment: Deployment, plan: Plan) -> Object:
-    """The form of a run, fields in VESSL's own order.  Raises UserError as `image` does."""
-    return _run(deployment, image(deployment, plan), _plan_text(plan))
+def form(deployment: Deployment, plan: Plan) -> Object:
+    """Of a run or of a revision, fields in VESSL's own order.  Raises UserError as `image` does."""
+    return _form(deployment, image(deployment, plan), _plan_text(plan))
 
 
 def unplanned(deployment: Deployment) -> Object:
-    """The form of a run before its plan, for VESSL to judge."""
-    return _run(deployment, block_of(deployment).image or f"vllm/vllm-openai:v{NEWEST}", "{}")
+    """As `form`, before the plan, for VESSL to judge."""
+    return _form(deployment, block_of(deployment).image or f"vllm/vllm-openai:v{NEWEST}", "{}")
+
+
+def _form(deployment: Deployment, image: str, plan: str) -> Object:
+    make = _service if block_of(deployment).kind == "service" else _run
+    return {key: value for key, value in make(deployment, image, plan).items() if value not in ({}, [])}
 
 
 def _run(deployment: Deployment, image: str, plan: str) -> Object:
@@ -83,7 +88,7 @@ def _run(deployment: Deployment, image: str, plan: str) -> Object:
     ports = [_port(GATEWAY, deployment.gateway.port), _port(CONTROL, control_port(deployment))]
     if deployment.chat_page is not None:
         ports.append(_port(PAGE, deployment.chat_page.port))
-    form = {
+    return {
         "name": name,
         "description": f"{deployment.model} by penstock {__version__} (forms of VESSL's SDK {SDK_VERSION})",
         "tags": [TAG, tag_of(name)],
@@ -91,31 +96,37 @@ def _run(deployment: Deployment, image: str, plan: str) -> Object:
         "export": _exports(deployment),
         "ports": ports,
     }
-    return {key: value for key, value in form.items() if value not in ({}, [])}
 
 
-def service(deployment: Deployment, plan: Plan) -> Object:
-    """The form of a revision of VESSL Service: each worker is a whole deployment with one replica."""
+def _service(deployment: Deployment, image: str, plan: str) -> Object:
+    """A revision of VESSL Service: each worker is a whole deployment with one replica."""
     block, port = block_of(deployment), deployment.gateway.port
     resources: Object = {"cluster": block.cluster, "preset": block.preset}
     if block.spot:
         resources["spot"] = "SpotFirst"
-    one = msgspec.structs.replace(deployment, replicas=type(deployment.replicas)())
-    scaling = {"min": deployment.replicas.min, "max": deployment.replicas.max, "metric": _METRIC, "target": _TARGET}
-    form = {
+    one = msgspec.structs.replace(deployment, replicas=Replicas())
+    return {
         "name": deployment.name,
         "message": f"{deployment.model} by penstock {__version__} (forms of VESSL's SDK {SDK_VERSION})",
-        **_worker(one, resources, image(deployment, plan), _plan_text(plan)),
+        **_worker(one, resources, image, plan),
         "ports": [_port(GATEWAY, port)],
         "service": {
-            "autoscaling": scaling,
+            "autoscaling": autoscaling(deployment.replicas),
             "expose": str(port),
             # A worker gets requests while this succeeds: not before its replica is ready, while /health is 200 early.
             # Without `monitoring`: it scrapes without a key, which the gateway refuses.
             "healthcheck": {"type": "exec", "port": str(port), "exec": ["python3", "-c", _is_ready(port)]},
         },
     }
-    return {key: value for key, value in form.items() if value not in ({}, [])}
+
+
+def autoscaling(replicas: Replicas) -> Object:
+    return {"min": replicas.min, "max": replicas.max, "metric": _METRIC, "target": _TARGET}
+
+
+def shares_keys(deployment: Deployment) -> bool:
+    """Whether several workers of a service would know the same keys."""
+    return deployment.gateway.store is not None and "://" in deployment.gateway.store
 
 
 def _worker(deployment: Deployment, resources: Object, image: str, plan: str) -> Object:
@@ -189,11 +200,16 @@ def command(deployment: Deployment, plan: str) -> str:
 
 
 def embedded(yaml_spec: str) -> tuple[str, str]:
-    """The deployment file and the plan in a run that penstock rendered.  Raises ValueError for another."""
-    parts = str(from_yaml(yaml_spec)["run"][0]["command"]).split(f"<<'{_END}'\n")
+    """The deployment file and the plan of a YAML that penstock rendered.  Raises ValueError for another."""
+    form = from_yaml(yaml_spec)
+    parts = str(form["run"][0]["command"]).split(f"<<'{_END}'\n")
     if len(parts) != 3:
         raise ValueError("penstock did not render it")
     plan, file = (part.partition(f"\n{_END}")[0] for part in parts[1:])
+    if "service" in form:  # each worker has a file for one replica
+        scaling = form["service"]["autoscaling"]
+        replicas = Replicas(min=scaling["min"], max=scaling["max"])
+        file = reading.to_yaml(msgspec.structs.replace(reading.parse(file), replicas=replicas)).rstrip()
     return file + "\n", plan + "\n"
 
 

@@ -1,61 +1,30 @@
-"""Target "vessl": one run of VESSL is a container that holds the whole deployment, as one machine does.
+"""Target "vessl": a deployment is one run of VESSL, a container that holds all of it, or a service of such containers.
 
-`up` sends the run. What runs inside is the program of `deployment/container`; the machines of verbs ask VESSL for the
-run, and the container, by its control port, for what is in it. A run has the tag "penstock-NAME", by which any machine
-finds it.
+`up` sends the YAML. What runs inside is the program of `deployment/container`. `runs` and `services` have what
+differs: a run is asked by its control port, a service only by VESSL's API.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
-import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 
-import msgspec
-
 from penstock.errors import PenstockError, Problem, UserError
 from penstock.hardware import Machine
-from penstock.run_folder import (
-    Artifact,
-    Desired,
-    Handle,
-    Kind,
-    Launch,
-    Run,
-    Unit,
-    is_locked,
-    no_address,
-    order,
-    unit_of,
-)
+from penstock.run_folder import Artifact, Desired, Handle, Kind, Launch, Run, Unit, no_address, order
 from penstock.spec.blocks import Vessl
 from penstock.spec.deployment import Deployment
 from penstock.targets import Adopted, Placement, Target, Tunnel, machines_of_file
-from penstock.targets.vessl import api, checks, folder, log_lines, run_yaml, words
-from penstock.targets.vessl.api import Account, Api, Execution, Preset
+from penstock.targets.vessl import checks, folder, run_yaml
+from penstock.targets.vessl.api import Preset
+from penstock.targets.vessl.connections import Connections
 from penstock.targets.vessl.run_yaml import block_of
-from penstock.wire.client import Client
-from penstock.wire.container import PATH, ContainerView, End, Named
-
-_FRESH_S = 1.0
-_CONTROL_S, _CHANGE_S = 5.0, 120.0
-_POLL_S = 0.5
-_ENDED_S = 120.0  # VESSL's own grace is not documented
-_EXIT_S = 15.0  # after its drain, until VESSL has seen that it is over
+from penstock.targets.vessl.runs import Runs
+from penstock.targets.vessl.services import Services
 
 
-class Look(msgspec.Struct, frozen=True):
-    """What VESSL and the container said at a moment of the monotonic clock. `silence`: why the container did not."""
-
-    at: float
-    execution: Execution | None = None
-    view: ContainerView | None = None
-    silence: words.Silence | None = None
-
-
-class VesslRun(Target):
+class OnVessl(Target):
     name = "vessl"
     capabilities = frozenset({"tunnels"})
     has_own_caches = True
@@ -63,9 +32,8 @@ class VesslRun(Target):
     is_elastic = True  # the container refuses what does not fit into it
 
     def __init__(self) -> None:
-        self._apis: dict[Account, Api] = {}
-        self._looks: dict[str, Look] = {}
-        self._last: dict[str, dict[Unit, Placement]] = {}
+        self._connections = Connections()
+        self._runs, self._services = Runs(self._connections), Services(self._connections)
         self._presets: dict[str, Preset] = {}  # by deployment, as last checked
 
     # ---- before ------------------------------------------------------------------------------------------------------
@@ -82,12 +50,8 @@ class VesslRun(Target):
         problems = checks.file_problems(deployment)
         if is_rehearsal:
             return problems
-        if block_of(deployment).kind == "service":
-            message = "`up` starts runs; a revision of a service is sent by VESSL's own command"
-            hint = "penstock render FILE > service.yaml, then: vessl service create -f service.yaml"
-            return [*problems, Problem("vessl.kind", message, hint)]
         try:
-            found, preset = checks.problems(self._api(block_of(deployment)), deployment)
+            found, preset = checks.problems(self._connections.of_block(block_of(deployment)), deployment)
         except PenstockError as exc:
             return [*problems, Problem("vessl", exc.message, exc.hint)]
         self._presets.pop(deployment.name, None)
@@ -102,6 +66,8 @@ class VesslRun(Target):
             notes.append("cache.weights is not set: each start downloads the model (a volume keeps it)")
         if weights.startswith("vessl-artifact://"):
             notes.append("cache.weights is saved when the run ends, and not at all when its machine is taken away")
+        if block_of(deployment).kind == "service" and deployment.replicas.follows_load:
+            notes.append("VESSL scales by the use of the GPU, which says little of a language model's load")
         if deployment.observe.prometheus:
             notes.append("observe.prometheus: the image needs the program; it answers on loopback of the container")
         return tuple(filter(None, notes))
@@ -112,9 +78,9 @@ class VesslRun(Target):
             return machines_of_file(deployment, [block.preset or "machine"], "a rehearsal does not ask VESSL")
         preset = self._presets.get(deployment.name)
         if preset is None:
-            asked = self._api(block)
+            asked = self._connections.of_block(block)
             cluster = asked.clusters().get(block.cluster or "")
-            rows = () if cluster is None else asked.presets(cluster)
+            rows = () if cluster is None else asked.presets(cluster.id)
             preset = next((row for row in rows if row.name == block.preset), None)
         if preset is None:
             raise UserError(f'there is no preset "{block.preset}" in cluster "{block.cluster}"')
@@ -123,240 +89,47 @@ class VesslRun(Target):
     def render(self, launch: Launch, python: str, deployment: Deployment) -> Artifact:
         is_service = block_of(deployment).kind == "service"
         name = run_yaml.SERVICE_FILE if is_service else run_yaml.RUN_FILE
-        form = (run_yaml.service if is_service else run_yaml.run)(deployment, launch.plan)
-        return Artifact(("vessl", "run", "create", "-f", name), {name: run_yaml.to_yaml(form)}, name)
+        words = ("vessl", "service" if is_service else "run", "create", "-f", name)
+        return Artifact(words, {name: run_yaml.to_yaml(run_yaml.form(deployment, launch.plan))}, name)
 
-    # ---- placing -----------------------------------------------------------------------------------------------------
+    # ---- a run or a service ------------------------------------------------------------------------------------------
+
+    def _life(self, run: Run) -> Runs | Services:
+        """By its file, which a damaged folder may lack; then by what was noted."""
+        with contextlib.suppress(PenstockError):
+            return self._services if block_of(run.deployment()).kind == "service" else self._runs
+        note = folder.note_of(run)
+        return self._services if note is not None and note.kind == "service" else self._runs
 
     def place(self, run: Run, units: Collection[Unit]) -> Handle:
-        asked = self._api_of(run)
-        execution = self._find(asked, run)
-        if execution is None:
-            self._create(asked, run)
-        else:
-            folder.note(run, asked.account, execution.id)
-            self._change(run, execution, units)
-        self._forget(run)
+        self._life(run).place(run, units)
         return Handle(self.name, {unit.key: {} for unit in sorted(units, key=order)})
 
-    def _create(self, asked: Api, run: Run) -> None:
-        folder.note(run, asked.account, None)
-        value = run.admin_token()
-        if run.first_key_file.exists():
-            value += ":" + run.first_key_file.read_text("utf-8").strip()
-        asked.write_secret(run_yaml.secret_of(run.name), value)
-        try:
-            made = asked.create(run.artifact().files[run_yaml.RUN_FILE])
-        except PenstockError as exc:
-            found = self._find(asked, run) if exc.is_retryable else None  # it may have been made
-            if found is None:
-                raise
-            made = found.id
-        folder.note(run, asked.account, made)
-
-    def _change(self, run: Run, execution: Execution, units: Collection[Unit]) -> None:
-        """Exactly these replicas in a run that is there; not before its container answers."""
-        names = tuple(sorted(unit.name for unit in units if unit.kind == "replica"))
-        before = {key for key in run.handle().units if unit_of(key).kind == "replica"}
-        if not names or before == {f"replica/{name}" for name in names} or not run.handle().units:
-            return
-        self._control(run, execution, _CHANGE_S).post_json(f"{PATH}/replicas", Named(names))
-
-    # ---- looking -----------------------------------------------------------------------------------------------------
-
     def status(self, run: Run) -> dict[Unit, Placement]:
-        units = sorted(map(unit_of, run.handle().units), key=order)
-        before = self._last.get(str(run.path), {})
-        try:
-            look = self._look(run)
-        except PenstockError as exc:
-            # What VESSL does not tell has not changed: the run goes on without it.
-            unknown = Placement("placed", exc.message)
-            return {unit: msgspec.structs.replace(before.get(unit, unknown), reason=exc.message) for unit in units}
-        is_spot = block_of(run.deployment()).spot
-        placements = {
-            unit: words.placement(unit.key, look.execution, look.view, is_spot, look.silence) for unit in units
-        }
-        self._last[str(run.path)] = placements
-        return placements
-
-    def _look(self, run: Run) -> Look:
-        known = self._looks.get(str(run.path))
-        if known is not None and time.monotonic() - known.at < _FRESH_S:
-            return known
-        asked, note = self._api_of(run), folder.note_of(run)
-        number = None if note is None else note.id
-        execution = self._find(asked, run) if number is None else asked.read(number)
-        view, silence = None, None
-        if execution is not None and execution.status == "running":
-            folder.note_addresses(run, execution)
-            try:
-                answer = self._control(run, execution, _CONTROL_S).get_json(PATH)
-                view = msgspec.convert(answer, ContainerView)
-            except (PenstockError, msgspec.ValidationError) as exc:
-                is_old = run.state() is not None or not run.admin_token_file.exists()
-                silence = words.Silence(str(exc), is_old or _was_heard(known, execution))
-        look = self._looks[str(run.path)] = Look(time.monotonic(), execution, view, silence)
-        return look
-
-    def _forget(self, run: Run) -> None:
-        """The last look is not of now any more."""
-        look = self._looks.get(str(run.path))
-        if look is not None:
-            self._looks[str(run.path)] = msgspec.structs.replace(look, at=float("-inf"))
+        return self._life(run).status(run)
 
     def logs(self, run: Run, unit: Unit, follow: bool, last: int | None = None) -> Iterator[str]:
-        note = folder.note_of(run)
-        if note is None or note.id is None:
-            raise PenstockError(f'the run of "{run.name}" has no log yet', is_retryable=True)
-        number, asked = note.id, self._api_of(run)
-
-        def has_ended() -> bool:
-            execution = asked.read(number)
-            return execution is None or execution.has_ended
-
-        return log_lines.lines(asked, number, unit, follow, last, has_ended)
-
-    # ---- the run folder ----------------------------------------------------------------------------------------------
+        return self._life(run).logs(run, unit, follow, last)
 
     def fetch(self, run: Run) -> None:
-        look = self._look(run)
-        if look.view is not None:
-            folder.take(run, look.view)
-        execution = look.execution
-        is_over = execution is not None and execution.has_ended and not run.is_ended()
-        if is_over and execution is not None and not is_locked(run):  # a `down` of this machine writes its own end
-            said = log_lines.why(self._api_of(run), execution.id) if execution.status == "failed" else None
-            folder.write_end(run, execution, block_of(run.deployment()).spot, said)
-            with contextlib.suppress(PenstockError):  # else `down` removes it
-                asked = self._api_of(run)
-                if self._find(asked, run) is None:  # another machine may have started it again
-                    asked.delete_secret(run_yaml.secret_of(run.name))
+        self._life(run).fetch(run)
 
     def order(self, run: Run, desired: Desired) -> None:
-        execution = self._find(self._api_of(run), run)
-        if execution is None:
-            raise PenstockError(f'could not change "{run.name}": VESSL has no run of it')
-        self._control(run, execution, _CHANGE_S).post_json(f"{PATH}/desired", desired)
-        run.write_desired(desired)
-        self._forget(run)
-
-    # ---- the end -----------------------------------------------------------------------------------------------------
+        self._life(run).order(run, desired)
 
     def end(self, run: Run, grace_s: float) -> None:
-        """Its container drains and exits, and what has not ended by then is terminated; the secret goes last."""
-        asked = self._api_of(run)
-        several = self._all(asked, run)
-        deadline = time.monotonic() + grace_s + _EXIT_S
-        draining = [row for row in several if self._tell_end(run, row, grace_s)]
-        for row in draining:
-            _wait_ended(asked, row, deadline - time.monotonic())
-        for row in several:
-            found = asked.read(row.id)
-            if found is not None and not found.has_ended:
-                asked.terminate(row.id)
-        for row in several:
-            if not _wait_ended(asked, row, _ENDED_S):
-                raise PenstockError(
-                    f"could not end run {row.id}: VESSL has not ended it after {_ENDED_S:.0f} s",
-                    hint=f"It may still be charged; see {asked.page_of(row.id)}, then: penstock down {run.name}",
-                    is_retryable=True,
-                )
-        asked.delete_secret(run_yaml.secret_of(run.name))
-        self._looks.pop(str(run.path), None)
-        self._last.pop(str(run.path), None)
+        self._life(run).end(run, grace_s)
 
-    def _tell_end(self, run: Run, execution: Execution, grace_s: float) -> bool:
-        """Whether the container heard that it shall end."""
-        if execution.status != "running":
-            return False
-        try:
-            self._control(run, execution, _CONTROL_S).post_json(f"{PATH}/end", End(now=grace_s <= 1.0))
-        except PenstockError:  # it is gone, or has not come so far: it has nothing to lose then
-            return False
-        return True
-
-    # ---- from any machine --------------------------------------------------------------------------------------------
-
-    def adopt(self, name: str, deployment: Deployment | None = None) -> Adopted | None:
-        try:
-            account = api.account(block_of(deployment) if deployment is not None else Vessl())
-        except UserError:
-            return None  # nobody has configured it here
-        asked = self._connected(account)
-        execution = next(iter(_tagged(asked.living(), name)), None)
-        if execution is None:
-            return None
-        run = folder.adopt(name, account, execution, self.placed)
-        return Adopted(run, f'VESSL, project "{account.organization}/{account.project}", run {execution.id}')
+    def inside(self, run: Run, words: Sequence[str], is_terminal: bool) -> list[str]:
+        return self._life(run).inside(run, words, is_terminal)
 
     def tunnel(self, run: Run, port: int, kind: Kind = "gateway") -> AbstractContextManager[Tunnel]:
         """There is none: the address is public, once VESSL has told it."""
         raise no_address(run.name)
 
-    def inside(self, run: Run, words: Sequence[str], is_terminal: bool) -> list[str]:
-        execution = self._look(run).execution
-        url = execution.address(run_yaml.CONTROL) if execution is not None else None
-        if url is None:
-            raise no_address(run.name)
-        return [sys.executable, "-m", "penstock.targets.vessl.inside", str(run.path), url, *words]
-
-    # ---- the API -----------------------------------------------------------------------------------------------------
-
-    def _api(self, block: Vessl) -> Api:
-        return self._connected(api.account(block))
-
-    def _api_of(self, run: Run) -> Api:
-        """Where the run was started, whatever the configuration says by now."""
-        note = folder.note_of(run)
-        if note is None:
-            with contextlib.suppress(PenstockError):
-                return self._api(block_of(run.deployment()))
-            return self._api(Vessl())  # a damaged folder
-        account = api.account(Vessl(organization=note.organization, project=note.project))
-        return self._connected(account._replace(host=note.host))
-
-    def _connected(self, account: Account) -> Api:
-        if account not in self._apis:
-            self._apis[account] = Api(account)
-        return self._apis[account]
-
-    def _control(self, run: Run, execution: Execution, timeout_s: float) -> Client:
-        url = execution.address(run_yaml.CONTROL)
-        if url is None:
-            raise PenstockError("VESSL knows no address of its control port yet", is_retryable=True)
-        if not run.admin_token_file.exists():
-            hint = f"Copy runs/{run.name}/secrets/admin-token from the machine that started it."
-            raise PenstockError("its admin token is on the machine that started it", hint=hint)
-        return api.control(url, run.admin_token(), timeout_s)
-
-    def _all(self, asked: Api, run: Run) -> list[Execution]:
-        """All runs of the deployment that have not ended."""
-        return _tagged(asked.living(), run.name)
-
-    def _find(self, asked: Api, run: Run) -> Execution | None:
-        return next(iter(self._all(asked, run)), None)
-
-
-def _tagged(rows: Sequence[Execution], name: str) -> list[Execution]:
-    tag = run_yaml.tag_of(name)
-    return [row for row in rows if any(tag == each.name for each in row.tags or ())]
-
-
-def _was_heard(look: Look | None, execution: Execution) -> bool:
-    """Whether the container of that run has answered before."""
-    if look is None or look.execution is None or look.execution.id != execution.id:
-        return False
-    return look.view is not None or (look.silence is not None and look.silence.was_heard)
-
-
-def _wait_ended(asked: Api, execution: Execution, timeout_s: float) -> bool:
-    """Whether it ended in time. Blocks."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        found = asked.read(execution.id)
-        if found is None or found.has_ended:
-            return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_S)
+    def adopt(self, name: str, deployment: Deployment | None = None) -> Adopted | None:
+        try:
+            asked = self._connections.of_block(block_of(deployment) if deployment is not None else Vessl())
+        except UserError:
+            return None  # nobody has configured it here
+        return self._runs.adopt(name, asked, self.placed) or self._services.adopt(name, asked, self.placed)

@@ -33,7 +33,7 @@ def run_problems(form: Any) -> list[tuple[str, str]]:
     if not isinstance(form, dict):
         return [("", "is no mapping")]
     missing = [(key, "is required") for key in ("name", "image", "resources") if not form.get(key)]
-    return missing + list(_problems(form, RUN, ""))
+    return missing + list(problems(form, RUN, ""))
 
 
 def service_problems(form: Any) -> list[tuple[str, str]]:
@@ -43,10 +43,10 @@ def service_problems(form: Any) -> list[tuple[str, str]]:
     required = ("name", "message", "image", "resources", "service")
     missing = [(key, "is required") for key in required if not form.get(key)]
     worker = {key: value for key, value in form.items() if key not in _OF_SERVICE_TOP}
-    return missing + list(_problems(worker, WORKER, "")) + list(_problems(form.get("service"), SERVICE, "service"))
+    return missing + list(problems(worker, WORKER, "")) + list(problems(form.get("service"), SERVICE, "service"))
 
 
-def _problems(value: Any, kind: str, path: str) -> Iterator[tuple[str, str]]:
+def problems(value: Any, kind: str, path: str = "") -> Iterator[tuple[str, str]]:
     inner = re.fullmatch(r"(list|dict)\[(?:str, ?)?(\w+)\]", kind)
     if inner is not None:
         yield from _several(value, inner[1], inner[2], path)
@@ -75,7 +75,7 @@ def _field(value: Any, row: Any, path: str) -> Iterator[tuple[str, str]]:
     if values is not None and value not in values:
         yield path, f"{value!r} is none of {', '.join(values)}"
         return
-    yield from _problems(value, row["type"] if isinstance(row, dict) else row, path)
+    yield from problems(value, row["type"] if isinstance(row, dict) else row, path)
 
 
 def _several(value: Any, shape: str, kind: str, path: str) -> Iterator[tuple[str, str]]:
@@ -84,4 +84,4 @@ def _several(value: Any, shape: str, kind: str, path: str) -> Iterator[tuple[str
         return
     items = enumerate(value) if isinstance(value, list) else value.items()
     for key, item in items:
-        yield from _problems(item, kind, f"{path}.{key}")
+        yield from problems(item, kind, f"{path}.{key}")

@@ -11,71 +11,26 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from penstock.testing.fake_vessl import forms
-from penstock.testing.fake_vessl.containers import Container, Pace
-
-TOKEN, ORGANIZATION, PROJECT, CLUSTER = "token-of-the-fake", "acme", "serving", "vessl-gcp-oregon"
-_PRESETS = (
-    {"id": 1, "name": "gpu-l4-small", "processor_type": "GPU", "cpu_limit": 6.0, "memory_limit": "42Gi",
-     "gpu_type": "NVIDIA-L4", "gpu_limit": 1, "spot": False, "default_hourly_credit": 1},
-    {"id": 2, "name": "gpu-l4-small-spot", "processor_type": "GPU", "cpu_limit": 6.0, "memory_limit": "42Gi",
-     "gpu_type": "NVIDIA-L4", "gpu_limit": 1, "spot": True, "default_hourly_credit": 1},
-    {"id": 3, "name": "cpu-medium", "processor_type": "CPU", "cpu_limit": 4.0, "memory_limit": "16Gi",
-     "gpu_type": None, "gpu_limit": 0, "spot": False, "default_hourly_credit": 0.5},
-    {"id": 4, "name": "gpu-new", "processor_type": "GPU", "cpu_limit": 8.0, "memory_limit": "64Gi",
-     "gpu_type": "X9000", "gpu_limit": 1, "spot": False, "default_hourly_credit": 9},
-)  # fmt: skip
-
-
-_CLUSTER_ROW = {
-    "id": 11, "name": CLUSTER, "status": "connected", "is_vessl_managed": True, "available_gpus": ["NVIDIA-L4"]
-}  # fmt: skip
-
-
-class Refused(Exception):
-    """An error status with VESSL's code and message."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
-
-
-@dataclass
-class Fault:
-    """The next `n_times` calls whose method and path match answer this, after they were done with `is_after`."""
-
-    pattern: str
-    status: int
-    code: str
-    message: str
-    n_times: int = 1
-    is_after: bool = False
-
-
-@dataclass
-class World:
-    """What an account of the fake has."""
-
-    folder: Path
-    pace: Pace = field(default_factory=Pace)
-    credit_balance: float = 100.0
-    presets: list[dict[str, Any]] = field(default_factory=lambda: [dict(row) for row in _PRESETS])
-    secrets: dict[str, tuple[int, str]] = field(default_factory=dict)
-    runs: dict[int, Container] = field(default_factory=dict)
-    faults: list[Fault] = field(default_factory=list)
-    calls: list[str] = field(default_factory=list)
-    lock: threading.RLock = field(default_factory=threading.RLock)
-
-    @property
-    def living(self) -> list[Container]:
-        return [run for run in self.runs.values() if not run.has_ended]
+from penstock.testing.fake_vessl import forms, service_requests
+from penstock.testing.fake_vessl.account import (
+    CLUSTER,
+    ORGANIZATION,
+    PATH_OF_ORGANIZATION,
+    PROJECT,
+    TOKEN,
+    Call,
+    Refused,
+    World,
+    form_of,
+    variables_of,
+)
+from penstock.testing.fake_vessl.containers import Container
 
 
 class FakeVessl:
@@ -99,6 +54,8 @@ class FakeVessl:
         for run in self.world.living:
             run.terminate(without_grace=True)
             run.wait(10.0)
+        for service in self.world.services.values():
+            service.close()
 
     @property
     def variables(self) -> dict[str, str]:
@@ -114,15 +71,6 @@ class FakeVessl:
 
 
 # ---- the calls -------------------------------------------------------------------------------------------------------
-
-
-class Call(NamedTuple):
-    """A request. `number`: the one in its path."""
-
-    world: World
-    body: Any
-    query: dict[str, list[str]]
-    number: str = ""
 
 
 def _always(answer: Any) -> Callable[[Call], Any]:
@@ -144,6 +92,10 @@ def _organization(call: Call) -> Any:
 
 def _resource_specs(call: Call) -> Any:
     return {"results": call.world.presets}
+
+
+def _clusters(call: Call) -> Any:
+    return {"clusters": [call.world.cluster]}
 
 
 def _secrets(call: Call) -> Any:
@@ -170,39 +122,17 @@ def _delete_secret(call: Call) -> Any:
     return {}
 
 
-def _form(body: Any) -> tuple[str, dict[str, Any], list[tuple[str, str]]]:
-    import yaml
-
-    if not isinstance(body, dict) or "yaml_spec" not in body:
-        raise Refused(400, "InvalidArgument", "yaml_spec is missing")
-    try:
-        form = yaml.safe_load(body["yaml_spec"])
-    except yaml.YAMLError as exc:
-        raise Refused(400, "InvalidYAML", str(exc)) from exc
-    return body["yaml_spec"], form, forms.run_problems(form)
-
-
 def _sync(call: Call) -> Any:
-    _, form, problems = _form(call.body)
+    _, form, problems = form_of(call.body, forms.run_problems)
     rows = [{"attribute": path, "message": message} for path, message in problems]
     return {"validated": not rows, "form": form, "form_errors": {"validation_errors": rows}}
 
 
 def _create(call: Call) -> Any:
-    text, form, problems = _form(call.body)
+    text, form, problems = form_of(call.body, forms.run_problems)
     if problems:
         raise Refused(400, "InvalidArgument", "; ".join(" ".join(row) for row in problems))
-    if call.world.credit_balance <= 0:
-        raise Refused(403, "InsufficientCredit", "the organization has no credit")
-    if form["resources"].get("preset") not in {row["name"] for row in call.world.presets}:
-        raise Refused(400, "InvalidArgument", "no such preset")
-    variables = {}
-    for name, row in form.get("env", {}).items():
-        value = row if isinstance(row, str) else row.get("value")
-        secret = None if isinstance(row, str) else row.get("secret")
-        if secret is not None and secret not in call.world.secrets:
-            raise Refused(400, "InvalidArgument", f'no such secret "{secret}"')
-        variables[name] = value if secret is None else call.world.secrets[secret][1]
+    variables = variables_of(call.world, form)
     number = max(call.world.runs, default=1000) + 1
     folder = call.world.folder / f"run-{number}"
     folder.mkdir(parents=True)
@@ -271,24 +201,25 @@ def _delete(call: Call) -> Any:
     return {}
 
 
-_ORG = f"/api/v1/organizations/{ORGANIZATION}"
+_ORG = PATH_OF_ORGANIZATION
 _PRO = f"{_ORG}/projects/{PROJECT}"
 _CALLS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("GET", "/api/v1/accounts/me", _me),
     ("GET", _ORG, _organization),
     ("GET", f"{_ORG}/projects", _always({"results": [{"id": 3, "name": PROJECT}], "total": 1})),
-    ("GET", f"{_ORG}/clusters", _always({"clusters": [_CLUSTER_ROW]})),
+    ("GET", f"{_ORG}/clusters", _clusters),
     ("GET", f"{_ORG}/clusters/11/resource_specs", _resource_specs),
     ("GET", f"{_ORG}/secrets", _secrets),
     ("POST", f"{_ORG}/secrets/generic_secret", _write_secret),
-    ("DELETE", rf"{_ORG}/secrets/by_id/(\d+)", _delete_secret),
+    ("DELETE", rf"{_ORG}/secrets/by_id/(?P<number>\d+)", _delete_secret),
     ("POST", f"{_ORG}/run/spec/sync_yaml", _sync),
     ("POST", f"{_PRO}/run/spec/create_from_yaml", _create),
     ("GET", f"{_PRO}/run_executions", _list),
-    ("GET", rf"{_PRO}/run_executions/(\d+)", _read),
-    ("GET", rf"{_PRO}/run_executions/(\d+)/logs", _logs),
-    ("POST", rf"{_PRO}/run_executions/(\d+)/terminate", _terminate),
-    ("DELETE", rf"{_PRO}/run_executions/(\d+)", _delete),
+    ("GET", rf"{_PRO}/run_executions/(?P<number>\d+)", _read),
+    ("GET", rf"{_PRO}/run_executions/(?P<number>\d+)/logs", _logs),
+    ("POST", rf"{_PRO}/run_executions/(?P<number>\d+)/terminate", _terminate),
+    ("DELETE", rf"{_PRO}/run_executions/(?P<number>\d+)", _delete),
+    *service_requests.TABLE,
 )
 
 
@@ -299,7 +230,7 @@ def _answer(world: World, method: str, path: str, body: Any) -> Any:
         match = re.fullmatch(pattern, parts.path)
         if known == method and match is not None:
             with world.lock:
-                return do(Call(world, body, query, *match.groups()))
+                return do(Call(world, body, query, **match.groupdict()))
     raise Refused(404, "NotFound", f"there is no {method} {parts.path}")
 
 
@@ -333,7 +264,7 @@ def _handler(world: World) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             self.wfile.write(body)
 
-        do_GET = do_POST = do_DELETE = _serve
+        do_GET = do_POST = do_DELETE = do_PATCH = _serve
 
         def log_message(self, format: str, *args: object) -> None:
             """Its `calls` are its log."""
