@@ -319,3 +319,13 @@ def test_a_rehearsal_refuses_pickled_weights_as_up_does(
     assert "Its weights are pickled (pytorch_model.bin)" in errors[0]["detail"] and errors[0]["hint"]
     assert served.downloads.count("pytorch_model.bin") == 0
     assert main.run([*words, "--dry-run", "--set", "cache.allow_pickle=true"]) == 0
+
+
+def test_errors_say_what_is_missing(served: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, expected in (
+        (["penstock-demo", "--verify"], 'cannot verify "penstock-demo": it is a part of penstock'),
+        ([f"{NAME}:Q4_K_M"], 'it has no GGUF file "Q4_K_M"'),
+        ([f"{NAME}@v9"], "Check the name and the revision."),
+    ):
+        assert main.run(["fetch", *words]) == 2
+        assert expected in capsys.readouterr().err
