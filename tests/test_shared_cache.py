@@ -70,7 +70,9 @@ class Node:
 
 
 @pytest.fixture(autouse=True)
-def _on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_cache, "MOST_S", 60.0)
+    monkeypatch.setattr(shared_cache, "_LOOK_S", 30.0)
     monkeypatch.setattr(peers, "own_addresses", lambda _: ["127.0.0.1"])
 
 
@@ -149,12 +151,12 @@ def test_without_a_gateway_a_start_goes_on(gateway: Gateway, tmp_path: Path, mon
 @contextlib.contextmanager
 def giving(gateway: Gateway, folder: Path, listing: Listing, **changes: Any) -> Iterator[FileServer]:
     """A node of the run that gives what a test wants, right or wrong."""
-    server = FileServer(changes.pop("server_key", gateway.engine_key))
+    server, name = FileServer(changes.pop("server_key", gateway.engine_key)), changes.pop("posted_as", listing.commit)
     server.give(listing, Layout(folder))
     server.start()
     digest = hashlib.sha256(msgspec.json.encode(listing)).hexdigest()
     holder = msgspec.structs.replace(Holder("evil", (f"127.0.0.1:{server.port}",), digest), **changes)
-    body = {"replica": f"compiled {listing.commit}", "rank": 7, "instance": "evil", "epoch": ""}
+    body = {"replica": f"compiled {name}", "rank": 7, "instance": "evil", "epoch": ""}
     gateway.post_json("/admin/board", body | {"content": {"holder": msgspec.to_builtins(holder)}})
     try:
         yield server
@@ -187,9 +189,12 @@ def test_a_file_with_another_hash_is_not_kept_and_nothing_of_it(gateway: Gateway
     assert '"b.py" has not the hash that was posted' in refused(gateway, tmp_path, listing)
 
 
-def test_a_list_that_is_not_the_posted_one_or_of_another_start_is_refused(gateway: Gateway, tmp_path: Path) -> None:
+def test_a_list_that_is_not_the_posted_one_and_an_address_that_is_none_are_refused(
+    gateway: Gateway, tmp_path: Path
+) -> None:
     listing = listing_of(tmp_path / "evil", {"a.py": b"1"})
     assert "not the one that it posted" in refused(gateway, tmp_path, listing, digest="0" * 64)
+    assert "invalid literal" in refused(gateway, tmp_path, listing, addresses=("127.0.0.1:port",))
 
 
 def test_names_that_lead_out_of_the_folder_are_refused(gateway: Gateway, tmp_path: Path) -> None:
@@ -197,6 +202,13 @@ def test_names_that_lead_out_of_the_folder_are_refused(gateway: Gateway, tmp_pat
         listing = listing_of(tmp_path / "evil", {})
         listing = msgspec.structs.replace(listing, files={name: RemoteFile(1, "0" * 64)})
         assert "unsafe name" in refused(gateway, tmp_path, listing)
+
+
+def test_a_list_of_another_start_is_refused(gateway: Gateway, tmp_path: Path) -> None:
+    """Whoever posts it under the name of this one."""
+    listing = msgspec.structs.replace(listing_of(tmp_path / "evil", {"a.py": b"1"}), commit="0" * 16)
+    name = key(PLAN, 0, "/x/vllm-0.33.0/NVIDIA-H100-580")
+    assert "of another start" in refused(gateway, tmp_path, listing, posted_as=name)
 
 
 def test_too_much_is_refused_before_a_byte_of_it(gateway: Gateway, tmp_path: Path) -> None:

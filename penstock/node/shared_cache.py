@@ -129,7 +129,7 @@ class SharedCache:
                 return
             except _TooLateError:
                 return
-            except (OSError, http.client.HTTPException, msgspec.MsgspecError, PenstockError) as exc:
+            except (OSError, ValueError, http.client.HTTPException, msgspec.MsgspecError, PenstockError) as exc:
                 self.text = f"compiled code of {holder.host} was not used: {exc}"
 
     def _holders(self) -> list[Holder]:
