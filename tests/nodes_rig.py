@@ -53,7 +53,13 @@ class Rig:
     """A gateway with its admin address on `address`, and nodes of replica 0."""
 
     def __init__(
-        self, folder: Path, plan: Plan, address: str = "127.0.0.1", stage: str = "none", **settings: Any
+        self,
+        folder: Path,
+        plan: Plan,
+        address: str = "127.0.0.1",
+        stage: str = "none",
+        is_spread: bool = False,
+        **settings: Any,
     ) -> None:
         self.folder, self.run, self.plan = folder, folder / "run", plan
         (self.run / "artifact").mkdir(parents=True)
@@ -72,7 +78,7 @@ class Rig:
         # The first address does not answer: a node takes the next one.
         urls = ("http://127.0.0.1:9", f"http://{address}:{admin}")
         listen: Any = "loopback" if address == "127.0.0.1" else "network"
-        is_spread = listen == "network"
+        is_spread = is_spread or listen == "network"
         made = Launch(
             plan.deployment, plan, urls, str(token), listen=listen, cache=Cache(stage=stage), is_spread=is_spread
         )

@@ -67,6 +67,14 @@ def test_how_the_weights_are_loaded_is_noted_once_and_what_it_took() -> None:
     assert start.text == "ready after 1m30s; weights loaded in 1m10s (1m07s expected to read them)"
 
 
+def test_what_came_of_another_nodes_compiled_code_is_noted_once() -> None:
+    words = "compiled code from node1: 412 files, 41.0 MiB in 900 ms"
+    loading = state(row(state="loading", carried=words), phase="starting")
+    (carried,), noted = changes(loading, Noted("starting"))
+    assert (carried.kind, carried.text, carried.replica) == ("carried", words, "0")
+    assert changes(loading, noted)[0] == ()
+
+
 def test_restarts_of_an_engine_and_drains_are_noted_once() -> None:
     first, second = Restart(NOW, "was killed by signal 9"), Restart(NOW + 9, "stalled")
     one, noted = changes(state(row(restarts=(first,))), Noted())

@@ -21,6 +21,7 @@ from hub_server import COMMIT, HubServer, asked_hub, serving
 
 from penstock.cli import fetch as fetch_verb
 from penstock.cli import main
+from penstock.engines.vllm.engine import Vllm
 from penstock.errors import PenstockError, UserError
 from penstock.models import fetch, fetch_files, fetch_lock, hub, manifest, sources
 
@@ -298,3 +299,33 @@ def test_a_fetch_that_is_killed_is_continued_and_two_fetch_once(tmp_path: Path) 
         assert sorted(server.downloads) == ["a.safetensors", "b.safetensors"]
     folder = snapshot(tmp_path / "hub")
     assert [output for output, _ in outputs] == [f"{folder}\n"] * 2 and manifest.verify(folder) == []
+
+
+def test_a_rehearsal_refuses_pickled_weights_as_up_does(
+    served: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with what an earlier rehearsal kept of the repository."""
+    monkeypatch.setattr(Vllm, "missing", lambda self: None)
+    monkeypatch.setattr(Vllm, "version", lambda self: "0.33.0")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64}
+    config |= {"num_attention_heads": 4, "vocab_size": 100, "intermediate_size": 64}
+    served.files = {"config.json": json.dumps(config).encode(), "pytorch_model.bin": b"x" * 100}
+    words = ["up", NAME, "--engine", "vllm", "--json", "--set", "gateway.port=0", "--set", f"cache.weights={tmp_path}"]
+    errors = []
+    for more in (["--dry-run"], ["--dry-run"], []):
+        assert main.run([*words, *more]) == 2
+        errors.append(json.loads(capsys.readouterr().out.splitlines()[-1])["error"])
+    assert errors[0] == errors[1] == errors[2]
+    assert "Its weights are pickled (pytorch_model.bin)" in errors[0]["detail"] and errors[0]["hint"]
+    assert served.downloads.count("pytorch_model.bin") == 0
+    assert main.run([*words, "--dry-run", "--set", "cache.allow_pickle=true"]) == 0
+
+
+def test_errors_say_what_is_missing(served: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, expected in (
+        (["penstock-demo", "--verify"], 'cannot verify "penstock-demo": it is a part of penstock'),
+        ([f"{NAME}:Q4_K_M"], 'it has no GGUF file "Q4_K_M"'),
+        ([f"{NAME}@v9"], "Check the name and the revision."),
+    ):
+        assert main.run(["fetch", *words]) == 2
+        assert expected in capsys.readouterr().err

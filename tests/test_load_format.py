@@ -24,6 +24,7 @@ from penstock.models.read_rate import Reading, expected, file_system_of, is_of_n
 from penstock.node import load_choice
 from penstock.node.local_processes import NodeArgs, Prerequisites
 from penstock.node.readings import Readings
+from penstock.node.shared_cache import SharedCache
 from penstock.node.staging import Stage
 from penstock.node.supervisor import NodeSupervisor
 from penstock.planner import Plan
@@ -241,7 +242,9 @@ def test_a_start_that_failed_with_a_chosen_format_is_repeated_without_it(
 
     monkeypatch.setattr(load_choice, "choose", chosen)
     readings = Readings(lambda: None)  # type: ignore[arg-type, return-value]
-    needs = Prerequisites(plan, NodeArgs("0"), False, readings, Stage(Launch("x", plan, (), ""), None, lambda: False))
+    launch = Launch("x", plan, (), "")
+    cache = SharedCache(launch, 0, None, lambda: False)  # type: ignore[arg-type]
+    needs = Prerequisites(plan, NodeArgs("0"), False, readings, Stage(launch, None, lambda: False), cache)
     assert not needs.drop_format()
     assert needs.resolve()[0].args == {"seed": 7, "load-format": "instanttensor"}
     assert needs.drop_format() and needs.resolve()[0].args == {"seed": 7} and not needs.drop_format()

@@ -85,8 +85,15 @@ class Second:
             return self.started[-1]
 
         engine = engines.load("vllm")
+        self.is_told_ready = threading.Event()
         self.member = GroupMember(
-            PLAN, self.board, engine, lambda _: introduction("beta", **versions), start, ReadyFile()
+            PLAN,
+            self.board,
+            engine,
+            lambda _: introduction("beta", **versions),
+            start,
+            self.is_told_ready.set,
+            ReadyFile(),
         )
         self.thread = threading.Thread(target=self.member.run, daemon=True)
         self.thread.start()
@@ -315,3 +322,10 @@ def test_the_leader_has_the_readings_of_the_other_nodes(gateway: Gateway) -> Non
     leader._board.post("e", phase="gather")
     second.post("", phase="here")
     assert wait_for(lambda: leader.machines() == (MachineReading("beta", cpu_use=0.5),), lambda: False, 5.0)
+
+
+def test_the_other_nodes_hear_that_the_engine_serves_and_stay_in_the_group(group: Group) -> None:
+    assert not group.second.is_told_ready.is_set()
+    group.leader.post_ready()
+    assert group.second.is_told_ready.wait(30)
+    assert group.leader.trouble() is None and len(group.second.started) == 1

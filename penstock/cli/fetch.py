@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -97,6 +97,11 @@ def _fetch(options: argparse.Namespace) -> int:
 
     source, deployment = _source(options)
     if deployment is not None and deployment.model == DEMO_MODEL:
+        if options.verify:
+            raise UserError(
+                f'cannot verify "{DEMO_MODEL}": it is a part of penstock, and was not fetched',
+                hint="pip install --force-reinstall penstock brings its files again.",
+            )
         print(files.BUNDLED)
         return 0
     assert source is not None
@@ -176,6 +181,10 @@ def _counted(display: FetchDisplay, total_bytes: int) -> Callable[[int], None]:
     return add
 
 
+def _n_files(problems: Sequence[object]) -> str:
+    return "one of its files is" if len(problems) == 1 else f"{len(problems)} of its files are"
+
+
 def _again(options: argparse.Namespace) -> str:
     words = ["penstock fetch", options.source]
     words += ["--to", str(options.to)] if options.to else []
@@ -204,7 +213,7 @@ def _verify(options: argparse.Namespace, source: Source, cache: Path | None) -> 
     if problems:
         is_plain = options.to is not None or source.kind == "folder"
         raise PenstockError(
-            f'"{source}" is damaged: {len(problems)} of its files are not what was fetched',
+            f'"{source}" is damaged: {_n_files(problems)} not what was fetched',
             detail="\n".join([f"in {folder}", *map(str, problems)]),
             hint=model_fetch.repair(folder, facts) if is_plain else f"{_again(options)} fetches these files again.",
         )

@@ -95,15 +95,18 @@ class StartDisplay:
         self._print_change(replica.replica, f"{replica.state} {progress_text(replica)}".strip(), front)
 
     def _show_loading(self, replica: ReplicaStatus) -> None:
-        """Once, above the bars: what was measured of the weights' disk. As JSON it is in `penstock events`."""
-        words = replica.announcement.loading if replica.announcement else ""
-        if not words or self._as_json:
-            return
-        if self._bars is None:
-            self._print_change(f"weights {replica.replica}", words, f"{self._elapsed()} replica {replica.replica}: ")
-        elif self._last.get(f"weights {replica.replica}") != words:
-            self._last[f"weights {replica.replica}"] = words
-            self._bars.console.print(f"replica {replica.replica}: {words}", markup=False, highlight=False)
+        """Once, above the bars: what was measured of the weights' disk, and whose compiled code is used. As JSON it is
+        in `penstock events`."""
+        node = replica.announcement
+        for kind, words in () if node is None else (("weights", node.loading), ("code", node.carried)):
+            key = f"{kind} {replica.replica}"
+            if not words or self._as_json:
+                continue
+            if self._bars is None:
+                self._print_change(key, words, f"{self._elapsed()} replica {replica.replica}: ")
+            elif self._last.get(key) != words:
+                self._last[key] = words
+                self._bars.console.print(f"replica {replica.replica}: {words}", markup=False, highlight=False)
 
     def _elapsed(self) -> str:
         return f"[{time.monotonic() - self._began:5.1f} s]"

@@ -267,8 +267,8 @@ def _replica_row(replica: ReplicaStatus) -> tuple[str, str, str, str, str]:
     node = replica.announcement
     pid = str(node.processes[0].pid) if node and node.processes else "-"
     words = [progress_text(replica) if replica.state != "ready" else replica.reason or ""]
-    if replica.state in ("starting", "loading") and node and node.loading:
-        words.append(node.loading)
+    if replica.state in ("starting", "loading") and node:
+        words += [node.loading, node.carried]
     if replica.in_flight:
         words.append(f"{replica.in_flight} in flight")
     if replica.state == "ready" and node and node.url:

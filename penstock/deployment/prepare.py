@@ -244,12 +244,12 @@ def _model_elsewhere(deployment: Deployment, is_rehearsal: bool) -> facts.FactsB
     cache = deployment.cache.folder
     is_read = (target.has_own_caches or is_rehearsal) and deployment.engine.kind != "llamacpp"
     if is_read and sources.is_remote(deployment.model):
-        folder = Path(cache).expanduser() if cache else None
+        folder, allows_pickle = Path(cache).expanduser() if cache else None, deployment.cache.allow_pickle
         if target.fetches_models:  # the plan is the same on every machine
-            return facts.read_remote(deployment.model, folder, takes_main=True, from_catalog=True)
+            return facts.read_remote(deployment.model, folder, True, from_catalog=True, allow_pickle=allows_pickle)
         if not find_weights(deployment.model, cache, is_read=False).absent:
             return None
-        return facts.read_remote(deployment.model, folder, takes_main=is_rehearsal)
+        return facts.read_remote(deployment.model, folder, is_rehearsal, allow_pickle=allows_pickle)
     is_here = not deployment.model.startswith(("/", "~")) or Path(deployment.model).expanduser().exists()
     if is_here or target.shares_files or "survey" not in target.capabilities:
         return None

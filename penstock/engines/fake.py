@@ -6,7 +6,7 @@ import importlib.util
 
 from penstock.engines import KEY_VARIABLE, Command, Missing, Place
 from penstock.engines.vllm import names
-from penstock.engines.vllm.engine import Vllm, pass_through, sleep_flags
+from penstock.engines.vllm.engine import Vllm, caches, pass_through, sleep_flags
 from penstock.errors import Problem
 from penstock.planner import Plan
 from penstock.spec.deployment import Scalar
@@ -42,6 +42,7 @@ class Fake(Vllm):
         argv += ["--model", plan.deployment, names.FLAGS["served_names"], *plan.served_names]
         argv += [names.FLAGS["cached_tokens"], *pass_through(plan.args)]
         argv += sleep_flags(plan)
+        defaults, links = caches(plan, place.cache) if place.cache is not None else ({}, {})
         key = {KEY_VARIABLE: place.key} if place.key is not None else {}
         routes = names.DEV_MODE if plan.sleep is not None else {}
-        return Command(tuple(argv), routes | plan.env | key)
+        return Command(tuple(argv), routes | plan.env | key, defaults=defaults, links=links)

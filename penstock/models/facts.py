@@ -161,13 +161,14 @@ def _from_listing(source: sources.Source) -> tuple[Facts, sources.Listing]:
 
 
 def read_remote(
-    reference: str, cache: Path | None, takes_main: bool = False, from_catalog: bool = False
+    reference: str, cache: Path | None, takes_main: bool = False, from_catalog: bool = False, allow_pickle: bool = False
 ) -> FactsByForm | None:
     """The facts of a model that is fetched, without its weights, at the path that a fetch into `cache` would have:
     nodes read the source and its version from it. None where only a fetch says all (GGUF).
 
     Of a hub's: with `takes_main` what this machine knows without network is enough, and the revision may be "main";
-    with `from_catalog` the hub is asked only for a model that the catalogue does not have. Raises PenstockError."""
+    with `from_catalog` the hub is asked only for a model that the catalogue does not have.  Raises PenstockError, also
+    for a repository that a fetch would refuse: of pickled weights, without `allow_pickle`."""
     source = sources.parse(reference)
     if source.inside is not None:
         return None
@@ -182,6 +183,9 @@ def read_remote(
         if error.is_missing:  # no config.json
             return None
         raise
+    if not whole.tensors and not is_known and not hub.is_offline():
+        with contextlib.suppress(HubError):  # what cannot be asked is left to the fetch
+            sources.resolve(source, allow_pickle)
     kept = _read_kept(source.name, source.revision)
     commit = kept.commit if kept is not None else None
     if not takes_main and (not whole.tensors or commit is None):

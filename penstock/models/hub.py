@@ -48,7 +48,7 @@ _REASONS: dict[str | int, tuple[str, str]] = {
     ),
     401: ("the hub requires a token", "Check the name; a gated or private model needs HF_TOKEN."),
     403: ("the hub refuses this token", "Accept the licence on its hub page with the account of HF_TOKEN."),
-    404: ("no such file or revision", "Check the name."),
+    404: ("no such file or revision", "Check the name and the revision."),
     429: ("the hub answers: too many requests", "Set HF_TOKEN, or try again in some minutes."),
 }
 

@@ -81,7 +81,7 @@ def _opened(source: Source, path: str, begin: int = 0) -> http_files.Answer:
         return http_files.follow(http_files.get(f'"{source}"', url, headers, begin))
     except http_files.StatusError as exc:
         if exc.status == http.client.NOT_FOUND:
-            raise UserError(f"{front}: no such model or revision", hint="Check the name.") from exc
+            raise UserError(f"{front}: no such model or revision", hint="Check the name and the revision.") from exc
         if exc.status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
             hint = f"Set MODELSCOPE_API_TOKEN; accept the licence on {endpoint()}/models/{source.name} if it has one."
             raise UserError(f"{front}: it requires a token with access", hint=hint) from exc

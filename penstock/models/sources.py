@@ -193,9 +193,9 @@ def choose(
 
 def _no_weights(what: str, names: Sequence[str], inside: str | None, pickles: Sequence[str]) -> UserError:
     ggufs = sorted(name for name in names if name.lower().endswith(".gguf"))
-    if inside not in (None, "gguf") and ggufs:
+    if inside not in (None, "gguf"):
         shown = ", ".join(ggufs[:12]) + (f" and {len(ggufs) - 12} more" if len(ggufs) > 12 else "")
-        return UserError(f'cannot fetch "{what}": it has no GGUF file "{inside}"', detail=f"It has {shown}.")
+        return UserError(f'cannot fetch "{what}": it has no GGUF file "{inside}"', detail=f"It has {shown or 'none'}.")
     message = f'cannot fetch "{what}": it has no file of weights that an engine loads'
     if not pickles:
         shown = ", ".join(sorted(names)[:6]) or "no file of a model"

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -28,6 +29,7 @@ from penstock.node.group.rendezvous import BoardClient
 from penstock.node.local_processes import NodeArgs, NodeProcesses, Prerequisites
 from penstock.node.readings import MachineReader, Readings
 from penstock.node.ready_file import ReadyFile
+from penstock.node.shared_cache import SharedCache
 from penstock.node.staging import Stage
 from penstock.node.supervisor import END_S, NodeSupervisor
 from penstock.run_folder import Launch
@@ -48,7 +50,7 @@ def _member(
 
     def start(formation: Formation) -> NodeProcesses:
         local = NodeProcesses(plan, engine, args, lambda: False)
-        local.use(*prerequisites.resolve())
+        local.use(*prerequisites.resolve(), prerequisites.cache_folder)
         if plan.executor == "ray":
             local.start_ray(formation)
         else:
@@ -56,7 +58,8 @@ def _member(
         return local
 
     board = BoardClient(admin, args.replica, args.rank, lambda: member.leave(), readings.latest)
-    member = GroupMember(plan, board, engine, lambda show: prerequisites.introduce(admin, show), start, file)
+    introduce, on_ready = partial(prerequisites.introduce, admin), prerequisites.cache.give
+    member = GroupMember(plan, board, engine, introduce, start, on_ready, file)
     board.start()
     return member
 
@@ -114,7 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     readings = Readings(MachineReader(options.launch.parent.parent).read)
     readings.start()
     stage = Stage(launch, admin, lambda: bool(supervisor.stops))
-    prerequisites = Prerequisites(launch.plan, args, options.claim_gpus, readings, stage)
+    cache = SharedCache(launch, rank, admin, lambda: bool(supervisor.stops))
+    prerequisites = Prerequisites(launch.plan, args, options.claim_gpus, readings, stage, cache)
     prepare_loaded()
     make = NodeSupervisor if rank == 0 else _member
     supervisor = make(launch, args, engines.load(launch.plan.engine), admin, prerequisites, readings, ready_file)

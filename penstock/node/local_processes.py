@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock import processes
+from penstock import engines, processes
 from penstock.engines import Among, Command, Diagnosis, Engine, Place
 from penstock.hardware.network import free_port
 from penstock.hardware.node_facts import this_node
@@ -24,6 +24,7 @@ from penstock.node.gpu_memory import GpuMemory
 from penstock.node.group import addresses, ray
 from penstock.node.group.addresses import Formation, Introduction
 from penstock.node.readings import Readings
+from penstock.node.shared_cache import SharedCache
 from penstock.node.staging import Show, Stage
 from penstock.paths import private_folder
 from penstock.planner import Plan
@@ -56,7 +57,16 @@ class Prerequisites:
     From then on `readings` has the GPUs too.
     """
 
-    def __init__(self, plan: Plan, args: NodeArgs, claims_gpus: bool, readings: Readings, stage: Stage) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        args: NodeArgs,
+        claims_gpus: bool,
+        readings: Readings,
+        stage: Stage,
+        cache: SharedCache,
+    ) -> None:
+        self.cache, self.cache_folder = cache, None  # type: SharedCache, str | None
         self._plan, self._args, self._claims_gpus, self._readings = plan, args, claims_gpus, readings
         self._stage, self._lock = stage, threading.Lock()
         self._resolved: tuple[Plan, NodeArgs] | None = None
@@ -72,6 +82,9 @@ class Prerequisites:
             return self._resolved
 
     def _resolve(self, show: Show) -> tuple[Plan, NodeArgs]:
+        engine, environment = engines.load(self._plan.engine), os.environ | self._plan.env
+        self.cache_folder = engine_cache.folder_for(engine, self._plan, environment)
+        self.cache.begin(self.cache_folder)
         self.loading = load_choice.choose(model_files.on_this_node(self._plan, self._stage, show))
         plan, args = self.loading.plan, self._args
         if self.loading.text:
@@ -81,6 +94,7 @@ class Prerequisites:
             args = msgspec.structs.replace(args, gpus=self._claim.indices)
         if plan.device == "cuda":
             self._readings.use_gpus(os.environ | plan.env | _claimed(args), plan.ranks_each)
+        self.cache.wait()
         return plan, args
 
     def drop_format(self) -> bool:
@@ -116,11 +130,10 @@ class NodeProcesses:
         self._cache: str | None = None
         self.engine: EngineProcess | None = None
 
-    def use(self, plan: Plan, args: NodeArgs) -> None:
-        """The resolved prerequisites; before anything is started."""
-        self._plan, self._args = plan, args
+    def use(self, plan: Plan, args: NodeArgs, cache: str | None) -> None:
+        """The resolved prerequisites, and the folder for what the engine compiles; before anything is started."""
+        self._plan, self._args, self._cache = plan, args, cache
         self._gpu_memory = GpuMemory(args.gpus) if plan.device == "cuda" else None
-        self._cache = engine_cache.folder_for(self._engine, plan, os.environ | plan.env)
 
     def start_engine(self, host: str, key: str | None, formation: Formation | None, on_line: OnLine | None) -> str:
         """Start this node's engine process; the base URL where it will listen (rank 0 only serves)."""

@@ -123,7 +123,7 @@ class Line(Peers):
             return
         theirs = digest
         broken = contextlib.suppress(OSError, http.client.HTTPException)
-        with broken, self._ask(giver, f"/digests/{_quoted(name)}") as answer:
+        with broken, self._ask(giver, f"/digests/{quoted(name)}") as answer:
             theirs = answer.read().decode("ascii", "replace") if answer.status == 200 else digest
         if theirs != digest:
             message = f'could not stage "{name}": it was damaged on the way from {giver.addresses[0]}'
@@ -143,9 +143,7 @@ class Line(Peers):
             return
         self._server.start()
         self._board.start()
-        host = self._admin.own_address()
-        addresses = own_addresses([host] if host is not None and not host.startswith("127.") else [])
-        self._change(addresses=tuple(f"{address}:{self._server.port}" for address in addresses))
+        self._change(addresses=addresses_of(self._server, self._admin))
         self._board.wait_posted(_BOARD_S)
         self._check_stopped()
         self._change(seq=1 + max((member.seq for member in self._others()), default=0))
@@ -212,7 +210,7 @@ class Line(Peers):
         """What the giver sends of a file from `offset` on, until it ends or breaks off."""
         buffer = memoryview(bytearray(_PIECE_BYTES))
         try:
-            with self._ask(giver, f"/files/{_quoted(name)}", offset) as answer:
+            with self._ask(giver, f"/files/{quoted(name)}", offset) as answer:
                 while answer.status == 206 and (n_bytes := answer.readinto(buffer)):
                     yield buffer[:n_bytes]
                 if answer.status not in (206, 503):
@@ -228,24 +226,35 @@ class Line(Peers):
     @contextlib.contextmanager
     def _ask(self, giver: Member, path: str, offset: int = 0) -> Iterator[http.client.HTTPResponse]:
         """The answer of the first of its addresses that connects.  Raises OSError, HTTPException."""
-        error: OSError | None = None
-        for address in giver.addresses:
-            host, _, port = address.rpartition(":")
-            connection = http.client.HTTPConnection(host, int(port), timeout=_CONNECT_S)
-            try:
-                connection.connect()
-            except OSError as exc:
-                error = exc
-                continue
-            with contextlib.closing(connection):
-                connection.sock.settimeout(_SILENT_S)
-                headers = {"Authorization": f"Bearer {self._admin.engine_key}", "Range": f"bytes={offset}-"}
-                connection.request("GET", path, headers=headers)
-                with connection.getresponse() as answer:
-                    yield answer
-                return
-        raise error or OSError("it has no address")
+        with contextlib.closing(connect(giver.addresses)) as connection:
+            headers = {"Authorization": f"Bearer {self._admin.engine_key}", "Range": f"bytes={offset}-"}
+            connection.request("GET", path, headers=headers)
+            with connection.getresponse() as answer:
+                yield answer
 
 
-def _quoted(name: str) -> str:
+def addresses_of(server: FileServer, admin: AdminClient) -> tuple[str, ...]:
+    """Where other nodes reach a server of this node, "host:port" each, the best first. Blocks."""
+    host = admin.own_address()
+    addresses = own_addresses([host] if host is not None and not host.startswith("127.") else [])
+    return tuple(f"{address}:{server.port}" for address in addresses)
+
+
+def connect(addresses: Sequence[str]) -> http.client.HTTPConnection:
+    """A connection to the first of these addresses that takes one.  Raises OSError."""
+    error: OSError | None = None
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=_CONNECT_S)
+        try:
+            connection.connect()
+        except OSError as exc:
+            error = exc
+            continue
+        connection.sock.settimeout(_SILENT_S)
+        return connection
+    raise error or OSError("it has no address")
+
+
+def quoted(name: str) -> str:
     return urllib.parse.quote(name, safe="")

@@ -70,7 +70,7 @@ class ReplicaReport:
         self.load: EngineLoad | None = None
         self.adapters: tuple[str, ...] = ()
         self.nodes: tuple[NodeView, ...] = ()
-        self.loading = Chosen(launch.plan)
+        self.loading, self.carried = Chosen(launch.plan), ""
         self._input_modalities = engines.load(self._plan.engine).input_modalities(self._plan)
         self.was_ready = False
         self.ready_after_s: float | None = None
@@ -167,6 +167,7 @@ class ReplicaReport:
                 max_model_len=self._plan.max_model_len,
                 input_modalities=self._input_modalities,
                 loading=self.loading.text,
+                carried=self.carried,
             )
         )
 

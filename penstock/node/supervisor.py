@@ -154,8 +154,8 @@ class NodeSupervisor:
             if self.stops:
                 return None
             return Diagnosis(exc.message, exc.hint, is_final=not exc.is_retryable)
-        self._report.loading = self._prerequisites.loading
-        self._local.use(plan, self._args)
+        self._report.loading, self._report.carried = self._prerequisites.loading, self._prerequisites.cache.text
+        self._local.use(plan, self._args, self._prerequisites.cache_folder)
         formation: Formation | None = None
         if self._leader is not None:
             formed = self._form(self._leader)
@@ -251,6 +251,9 @@ class NodeSupervisor:
                 if client.gives_token():
                     self._refresh()
                     self._report.ready(client.adapters())
+                    self._prerequisites.cache.give()
+                    if self._leader is not None:
+                        self._leader.post_ready()
                     after = show_seconds(self._report.ready_after_s or 0.0)
                     print(f"penstock: ready after {after} at {client.url}", flush=True)
                     return None

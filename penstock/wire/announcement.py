@@ -185,7 +185,7 @@ class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
     names that it serves (LoRA). `nodes` is empty for a replica on one machine. `machines`: readings by rank.
     `start_s`: the seconds that each stage of the last start took. `max_model_len`: tokens of a prompt and its answer
     together. `input_modalities`: ("text", "image"); empty where it is not known. `loading`: what was measured of the
-    weights' disk and how the engine loads from it, for people.
+    weights' disk and how the engine loads from it, `carried`: of the compiled code of another node, for people.
     """
 
     replica: str
@@ -215,6 +215,7 @@ class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
     max_model_len: int | None = None
     input_modalities: tuple[str, ...] = ()
     loading: str = ""
+    carried: str = ""
 
 
 class AnnounceAnswer(msgspec.Struct, frozen=True, omit_defaults=True):

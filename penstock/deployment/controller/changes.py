@@ -14,8 +14,8 @@ _LEAST_SHARE = 0.01  # of a start's time, for a stage to be in the text; `second
 
 class Noted(msgspec.Struct, frozen=True):
     """What events exist for. `ready`: when the start began that made a replica ready; `restarted_at`: its newest
-    restart; `loading`: what was said of its weights; `asleep`: replicas that sleep. All outlive a gateway, which
-    forgets announcements when it ends.
+    restart; `loading`: what was said of its weights, `carried` of compiled code; `asleep`: replicas that sleep. All
+    outlive a gateway, which forgets announcements when it ends.
     """
 
     phase: Phase | None = None
@@ -24,6 +24,7 @@ class Noted(msgspec.Struct, frozen=True):
     draining: frozenset[str] = frozenset()
     loading: dict[str, str] = {}
     asleep: frozenset[str] = frozenset()
+    carried: dict[str, str] = {}
 
 
 def noted_of(state: State | None) -> Noted:
@@ -38,7 +39,7 @@ def changes(state: State, noted: Noted) -> tuple[tuple[Event, ...], Noted]:
         why = f": {state.reason}" if state.reason else ""
         events.append(Event("phase", f"{noted.phase} -> {state.phase}{why}"))
     ready, restarted_at, draining = dict(noted.ready), dict(noted.restarted_at), set(noted.draining)
-    loading, asleep = dict(noted.loading), set(noted.asleep)
+    loading, carried, asleep = dict(noted.loading), dict(noted.carried), set(noted.asleep)
     for row in state.replicas:
         name, announcement = row.replica, row.announcement
         if announcement is None:
@@ -47,9 +48,13 @@ def changes(state: State, noted: Noted) -> tuple[tuple[Event, ...], Noted]:
             if restart.at > restarted_at.get(name, 0.0):
                 restarted_at[name] = restart.at
                 events.append(Event("engine restarted", restart.reason, name))
-        if announcement.loading and loading.get(name) != announcement.loading:
-            loading[name] = announcement.loading
-            events.append(Event("weights", announcement.loading, name))
+        for kind, text, before in (
+            ("weights", announcement.loading, loading),
+            ("carried", announcement.carried, carried),
+        ):
+            if text and before.get(name) != text:
+                before[name] = text
+                events.append(Event(kind, text, name))
         if row.state == "ready" and (name not in ready or ready[name] != announcement.started_at):
             ready[name] = announcement.started_at
             events.append(Event("replica ready", _start_text(announcement), name, announcement.start_s))
@@ -59,7 +64,9 @@ def changes(state: State, noted: Noted) -> tuple[tuple[Event, ...], Noted]:
         (draining.add if row.is_draining else draining.discard)(name)
     names = {row.replica for row in state.replicas}
     draining, asleep = draining & names, asleep & names
-    return tuple(events), Noted(state.phase, ready, restarted_at, frozenset(draining), loading, frozenset(asleep))
+    return tuple(events), Noted(
+        state.phase, ready, restarted_at, frozenset(draining), loading, frozenset(asleep), carried
+    )
 
 
 def _sleep_events(row: ReplicaStatus, announcement: Announcement, asleep: set[str]) -> list[Event]:

@@ -172,7 +172,7 @@ class Vllm(Engine):
         if plan.device == "cpu":
             env |= _cpu_environment(plan, place)
             files = _shims(plan)
-        defaults, links = _caches(plan, place.cache) if place.cache is not None else ({}, {})
+        defaults, links = caches(plan, place.cache) if place.cache is not None else ({}, {})
         return Command(tuple(argv), env | plan.env | place.env, files, defaults, links)
 
     def read(self, line: str, seen: Seen, plan: Plan) -> Seen:
@@ -320,7 +320,7 @@ def _cpu_environment(plan: Plan, place: Place) -> dict[str, str]:
     return env
 
 
-def _caches(plan: Plan, folder: str) -> tuple[dict[str, str], dict[str, str]]:
+def caches(plan: Plan, folder: str) -> tuple[dict[str, str], dict[str, str]]:
     """Variables and links: all starts share what was compiled, whose names tell the settings apart. The start-up plan's
     do not: they leave out the share of the GPU's memory, and applying the KV cache of another share overfills the GPU.
     """

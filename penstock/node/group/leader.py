@@ -58,6 +58,11 @@ class GroupLeader:
         """Let the others start."""
         self._post("go", formation=msgspec.to_builtins(formation))
 
+    def post_ready(self) -> None:
+        """Let the others know that the engine serves."""
+        if self._formation is not None:
+            self._post("go", formation=msgspec.to_builtins(self._formation), is_ready=True)
+
     def go(self, formation: Formation) -> Diagnosis | None:
         """Let the others start and wait until they have; why they have not, or None."""
         self.post_go(formation)

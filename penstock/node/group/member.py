@@ -31,7 +31,8 @@ class GroupMember:
     """Follows rank 0 through epochs until it is stopped, or rank 0 ends for good.
 
     All ranks get SIGTERM together. This rank keeps its engine until rank 0 has drained, a second signal comes, or the
-    gateway is gone too: then there is nothing to drain, and no board that shows rank 0's end.
+    gateway is gone too: then there is nothing to drain, and no board that shows rank 0's end. While rank 0 serves,
+    `on_ready` is called often.
     """
 
     def __init__(
@@ -41,11 +42,12 @@ class GroupMember:
         engine: Engine,
         introduce: Callable[[Show], Introduction],
         start: Callable[[Formation], NodeProcesses],
+        on_ready: Callable[[], None],
         ready_file: ReadyFile,
     ) -> None:
         self.stops, self._began = 0, time.monotonic()
         self._plan, self._board, self._engine, self._introduce, self._start = plan, board, engine, introduce, start
-        self._ready_file = ready_file
+        self._on_ready, self._ready_file = on_ready, ready_file
         self._wake = threading.Event()
         self._ended: set[str] = set()
         self._stop_by: float | None = None
@@ -145,6 +147,8 @@ class GroupMember:
                 return
             if leader_epoch != epoch or not is_going:
                 return
+            if content.get("is_ready"):
+                self._on_ready()
             self._pause()
 
     def _diagnose(self, code: int, local: NodeProcesses) -> Diagnosis:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 
-from penstock.testing.fake_engine import child, startup_log
+from penstock.testing.fake_engine import child, compiled, startup_log
 from penstock.testing.fake_engine.options import Options, parse
 from penstock.testing.fake_engine.server import Connection, Engine, disarm, is_armed
 from penstock.testing.fake_engine.startup_log import Line
@@ -38,6 +38,8 @@ class Process:
             self.log_all(startup_log.refuse(options, port))
             disarm(options)
             return 1
+        if options.compile_s:
+            self.log_all(compiled.compile_or_load(options))
         self.log_all(startup_log.start(options, port))
         return asyncio.run(self._serve(listener))
 

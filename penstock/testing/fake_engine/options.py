@@ -20,6 +20,7 @@ class Options:
     port: int = 0
     load_s: float = 0.0
     shards: int = 4
+    compile_s: float = 0.0
     ttft_s: float = 0.01
     tokens_per_s: float = 200.0
     tokens_per_chunk: int = 1
@@ -63,6 +64,7 @@ _HELP = {
     "max_num_seqs": "more requests wait",
     "load_s": "seconds from start to ready",
     "shards": "lines of loading progress",
+    "compile_s": "seconds to compile, unless VLLM_CACHE_ROOT has what an earlier start compiled",
     "ttft_s": "seconds to the first token",
     "tokens_per_s": "per request; or inf",
     "tokens_per_chunk": "per SSE event",
