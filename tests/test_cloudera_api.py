@@ -18,7 +18,8 @@ from penstock import targets
 from penstock.errors import PenstockError, Problem, UserError
 from penstock.spec.blocks import Cloudera
 from penstock.spec.deployment import Deployment
-from penstock.targets.cloudera import api, checks, folder, names, placing, session
+from penstock.targets import waiting
+from penstock.targets.cloudera import api, checks, folder, names, session
 from penstock.targets.cloudera.api import Workbench
 from penstock.targets.cloudera.bodies import Judge
 from penstock.targets.code_archive import code_archive
@@ -217,7 +218,7 @@ def test_the_fake_is_as_strict_as_its_description(there: fake.Workbench) -> None
 def test_workloads_without_a_run_folder_are_found_and_ended_and_those_of_others_stay(
     there: fake.Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placing, "_POLL_S", 0.01)
+    monkeypatch.setattr(waiting, "LOOK_S", 0.01)
     (there.pods.folder / "a.py").touch()
     (there.pods.folder / ".penstock" / "runs" / "two").mkdir(parents=True)
     (there.pods.folder / ".penstock" / "runs" / "two" / "run.json").touch()

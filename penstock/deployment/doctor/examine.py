@@ -27,8 +27,7 @@ from penstock.deployment.doctor import nodes as node_findings
 from penstock.deployment.doctor.model import ModelCheck, check_model
 from penstock.deployment.doctor.network import Route
 from penstock.deployment.doctor.nodes import SurveyedNode
-from penstock.deployment.preflight import Finding
-from penstock.errors import PenstockError, SpecError, UserError
+from penstock.errors import Finding, PenstockError, SpecError, UserError
 from penstock.hardware import Interface
 from penstock.hardware import network as hardware_network
 from penstock.hardware.detect import gpus

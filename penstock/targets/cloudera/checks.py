@@ -65,7 +65,9 @@ def examine(workbench: Workbench, deployment: Deployment) -> tuple[list[Problem]
     with _noted(problems):
         found, runtime = _runtime(workbench.runtimes(), deployment, needs_gpu=choices.gpu_label is not None)
         problems += found
-        choices = msgspec.structs.replace(choices, runtime=runtime, notes=_notes(workbench, choices, runtime))
+        choices = msgspec.structs.replace(
+            choices, runtime=runtime, notes=_notes(workbench, deployment, choices, runtime)
+        )
     with _noted(problems):
         problems += _bodies(workbench, deployment)
     with _noted(problems):
@@ -200,7 +202,7 @@ def _runtime(rows: Sequence[Object], deployment: Deployment, needs_gpu: bool) ->
     return [], str(best["image_identifier"])
 
 
-def _notes(workbench: Workbench, choices: Choices, runtime: str) -> tuple[str, ...]:
+def _notes(workbench: Workbench, deployment: Deployment, choices: Choices, runtime: str) -> tuple[str, ...]:
     rows = [row for row in workbench.runtimes() if row.get("image_identifier") == runtime]
     notes = ["the workbench is asked over plain http: its API key can be read on the way"] * workbench.is_plain
     if choices.gpu_label is not None and rows and not _has_cuda(rows[0]):
@@ -208,6 +210,16 @@ def _notes(workbench: Workbench, choices: Choices, runtime: str) -> tuple[str, .
         notes.append(
             f"runtime of the {edition} edition: CUDA's libraries come with vLLM's wheels, the driver with the node"
         )
+    if block_of(deployment).nodes == "workers":
+        notes.append("nodes: workers: they end with the application, so its restart loads every model again")
+        if rows and "PBJ" not in f"{rows[0].get('editor')} {runtime}".upper():
+            notes.append(
+                "only a PBJ runtime is known to have cml.workers_v1, by which the application launches workers"
+            )
+        if choices.gpu_label is not None:
+            notes.append(
+                "the API does not tell whether workers take a GPU label; older workbenches refuse it at launch"
+            )
     return tuple(notes)
 
 

@@ -9,8 +9,9 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.run_folder import Left, Run
-from penstock.targets.cloudera import folder, names, placing, session, words
+from penstock.targets.cloudera import folder, names, placing, session, words, workers
 from penstock.targets.cloudera.api import Object, Workbench
+from penstock.targets.waiting import wait
 
 _WORD_S = 8.0  # until the program of the application, and those of nodes, look for the word
 
@@ -21,11 +22,13 @@ def end(workbench: Workbench, run: Run, grace_s: float) -> None:
     gateways = [row for row in applications if str(row.get("name")).endswith("-gateway")]
     if any(words.word(row) == "RUNNING" for row in gateways):
         _drain(workbench, run, gateways, grace_s)
+        if workers.are_used(run.deployment()):
+            workers.end_all(workbench, run, min(grace_s, _WORD_S))
     for row in [*gateways, *(row for row in applications if row not in gateways)]:
         placing.end_application(workbench, str(row["id"]))
     if gateways:
         pairs = placing.runs_of(workbench, jobs)
-        placing.wait(lambda: not placing.running(workbench, pairs), min(grace_s, _WORD_S))
+        wait(lambda: not placing.running(workbench, pairs), min(grace_s, _WORD_S))
     placing.end_jobs(workbench, placing.runs_of(workbench, _workloads(workbench, run.name)[1]))
     if not session.is_inside(run):
         folder.remove(workbench, run.name)

@@ -16,6 +16,8 @@ HOME = f"{PROJECT_FOLDER}/.penstock"  # PENSTOCK_HOME of the pods
 GATEWAY_ADMIN_PORT, GATEWAY_PAGE_PORT = 8001, 8002  # on the pod's address; the second is for the chat page's pod
 # In the run folder: the gateway has drained, so that nodes may end; what a node says of its pod.
 DRAINED, PODS = "gateway/drained", "pods"
+# Of nodes that are workers: what the launcher has noted, and that it shall stop all.
+WORKERS, WORKERS_END = "workers.json", "workers.end"
 SCRIPT, APPLICATION, PAGE, NODE = "start.py", "application.json", "page.json", "node.json"
 REPLICA, RANK = "{replica}", "{rank}"
 # Subdomains are DNS labels, and unique in a workbench.

@@ -105,10 +105,12 @@ class ClouderaAi(Target):
             # What the workbench does not tell has not changed: pods run without its API.
             unknown = Placement("placed", exc.message)
             return {unit: msgspec.structs.replace(before.get(unit, unknown), reason=exc.message) for unit in units}
-        self._last[str(run.path)] = (now, placements)
-        runs = any(unit.kind == "gateway" and place.state == "placed" for unit, place in placements.items())
-        if runs and not session.is_inside(run) and not run.gateway_address_file.exists():
+        gateway = next((u for u, place in placements.items() if u.kind == "gateway" and place.state == "placed"), None)
+        if gateway is not None and not session.is_inside(run) and not run.gateway_address_file.exists():
             folder.fetch_address(self._workbench_of(run), run)
+            if not run.gateway_address_file.exists():
+                placements[gateway] = Placement("queued", "the gateway starts in its application")
+        self._last[str(run.path)] = (now, placements)
         return placements
 
     def logs(self, run: Run, unit: Unit, follow: bool, last: int | None = None) -> Iterator[str]:
