@@ -217,6 +217,7 @@ def test_a_target_has_these_methods_and_every_capability_is_read() -> None:
         "check",
         "machines",
         "survey",
+        "measure",
         "render",
         "place",
         "status",

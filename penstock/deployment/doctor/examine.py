@@ -74,7 +74,10 @@ def examine(deployment: Deployment, is_quick: bool = False, on_step: OnStep | No
         here = pool.submit(_here, target, deployment)
         nodes, survey_findings = survey.result()
         model = model_check.result()
-        findings = [*here.result(), *model.findings, *survey_findings]
+        own = here.result()
+        findings = [*own, *model.findings, *survey_findings]
+    if "measures" in target.capabilities and not is_quick:
+        findings += _place(target, deployment, own, model, say)
     findings += _judge(target, nodes, deployment, model)
     findings += node_findings.of_environment(deployment.engine.env, "engine.env")
     with ThreadPoolExecutor(1) as pool:
@@ -146,6 +149,19 @@ def _here(target: Target, deployment: Deployment) -> list[Finding]:
     return [*findings, *(Finding("file", "bad", str(replace(each, hint=None)), each.hint) for each in problems)]
 
 
+def _place(
+    target: Target, deployment: Deployment, earlier: Sequence[Finding], model: ModelCheck, say: OnStep
+) -> list[Finding]:
+    """What small workloads of the target's place find."""
+    if any(finding.state == "bad" for finding in earlier):
+        why = f"target {target.name} was not measured: it, or the file, has the problems above"
+        return [Finding("measured", "warning", why, "Fix them, and run `penstock doctor` again.")]
+    try:
+        return target.measure(deployment, model.download_bytes or None, say)
+    except PenstockError as error:
+        return [_of_error("measured", error)]
+
+
 def _survey_nodes(
     target: Target, deployment: Deployment, argv: Sequence[str]
 ) -> tuple[list[SurveyedNode], list[Finding]]:
@@ -173,7 +189,8 @@ def _known_machines(target: Target, deployment: Deployment) -> Finding:
         return _of_error("nodes", error)
     gpus = [gpu.name for machine in machines for gpu in machine.gpus]
     names = ", ".join(f"{gpus.count(name)} x {name}" for name in sorted(set(gpus))) or "no GPU"
-    known = f"target {target.name} knows {len(machines)} machines with {names}; no program was run on them"
+    count = f"{len(machines)} machine{'s' if len(machines) != 1 else ''}"
+    known = f"target {target.name} knows {count} with {names}; no program was run on them"
     return Finding("nodes", "ok" if machines else "warning", known)
 
 

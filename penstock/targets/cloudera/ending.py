@@ -9,10 +9,11 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.run_folder import Left, Run
-from penstock.targets.cloudera import folder, names, placing, session, words, workers
+from penstock.targets.cloudera import folder, measuring, names, placing, session, words, workers
 from penstock.targets.cloudera.api import Object, Workbench
 from penstock.targets.waiting import wait
 
+_MEASUREMENT = "doctor/"  # no legal name of a deployment begins so
 _WORD_S = 8.0  # until the program of the application, and those of nodes, look for the word
 
 
@@ -73,11 +74,18 @@ def without_folder(workbench: Workbench, place: folder.Place) -> list[Left]:
             where = f'project "{place.project or place.project_id}" of {place.workbench}'
             what = f'{count} workload{"s" if count > 1 else ""} of "{name}"'
             lost.append(Left(placing.TARGET, name, where, what, msgspec.to_builtins(place)))
+    where = f'project "{place.project or place.project_id}" of {place.workbench}'
+    for own, count in measuring.lost(workbench).items():
+        what = f"{count} workload{'s' if count > 1 else ''} of a measurement of `doctor`"
+        lost.append(Left(placing.TARGET, f"{_MEASUREMENT}{own}", where, what, msgspec.to_builtins(place)))
     return lost
 
 
 def end_lost(workbench: Workbench, name: str) -> None:
-    """Stop and delete what a deployment without a folder has left.  Raises PenstockError."""
+    """Stop and delete what a deployment without a folder, or a measurement, has left.  Raises PenstockError."""
+    if name.startswith(_MEASUREMENT):
+        measuring.remove(workbench, name.removeprefix(_MEASUREMENT))
+        return
     if workbench.download(names.in_project(f"{names.run_path(name)}/run.json")) is not None:
         raise PenstockError(f'cannot remove workloads of "{name}": it was started again')
     applications, jobs = _workloads(workbench, name)

@@ -25,6 +25,10 @@ _FRONT = "penstock-"
 _OURS = re.compile(r"penstock-(?P<name>[a-z0-9][a-z0-9-]*)-(?P<launch>[0-9a-f]{12})-(?P<part>gateway|ui|r\d+-n\d+)\Z")
 
 
+# Of `doctor`'s measurements: no part of a deployment, also not of one with the name "doctor".
+_PROBE = re.compile(r"penstock-doctor-(?P<id>[0-9a-f]{12})-(application|job-[01])\Z")
+
+
 def block_of(deployment: Deployment) -> Cloudera:
     return deployment.cloudera or Cloudera()
 
@@ -62,6 +66,26 @@ def is_of(title: str, name: str) -> bool:
     """Whether a workload of that name belongs to a deployment, of any launch."""
     match = _OURS.match(title)
     return match is not None and match["name"] == name
+
+
+def probe(own: str, part: str) -> str:
+    """The name of a workload of a measurement."""
+    return f"{_FRONT}doctor-{own}-{part}"
+
+
+def probe_domain(own: str) -> str:
+    return f"{_FRONT}doctor-{own}"
+
+
+def probe_folder(own: str) -> str:
+    """As the API has it."""
+    return in_project(f"{HOME}/doctor/{own}")
+
+
+def probe_in(title: str) -> str | None:
+    """The measurement that a workload of that name belongs to."""
+    match = _PROBE.match(title)
+    return None if match is None else match["id"]
 
 
 def deployment_in(title: str) -> str | None:
