@@ -5,24 +5,25 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
 
 from penstock.errors import PenstockError, Problem, nearest
 from penstock.hardware import Gpu, Machine, catalog, node_facts
+from penstock.models import fetch, sources
 from penstock.planner.engine_versions import NEWEST
 from penstock.spec.deployment import Deployment
 from penstock.targets.cloudera import names, session, words
 from penstock.targets.cloudera.api import Object, Workbench
+from penstock.targets.cloudera.findings import LEAST_SHARED_MEMORY_MB
 from penstock.targets.cloudera.names import block_of
 from penstock.targets.cloudera.workloads import Choices
 from penstock.text import GIB, MIB
 from penstock.wire.answers import HttpError
 
 _OLDEST_PYTHON = (3, 11)
-# The default of a project is 64 MB, with which NCCL and vLLM's message queues end with a bus error.
-LEAST_SHARED_MEMORY_MB = 2048
 _RANK_CPUS, _RANK_BYTES = 4, 24 * GIB
 _MOST_CPUS, _MOST_BYTES = 64, 512 * GIB  # of a pod whose label does not say
 
@@ -71,7 +72,12 @@ def examine(workbench: Workbench, deployment: Deployment) -> tuple[list[Problem]
     with _noted(problems):
         problems += _bodies(workbench, deployment)
     with _noted(problems):
-        problems += _project(workbench.project(), deployment)
+        project = workbench.project()
+        problems += _project(project, deployment)
+        unknown = tuple(_unknown(workbench, deployment, project))
+        choices = msgspec.structs.replace(choices, notes=(*choices.notes, *unknown))
+    with _noted(problems):
+        problems += _weights(workbench, deployment)
     with _noted(problems):
         problems += _rights(workbench, deployment)
     return problems, choices
@@ -250,19 +256,51 @@ def _version(row: Object) -> tuple[int, ...]:
 
 def _project(row: Object, deployment: Deployment) -> Iterator[Problem]:
     """/dev/shm: ranks of one pod talk over it."""
-    block, n_ranks = block_of(deployment), deployment.hardware.gpus_per_node or 1
-    limit_mb = _number(row.get("shared_memory_limit")) or 64
-    wanted_mb = block.shared_memory_mb or LEAST_SHARED_MEMORY_MB
-    if n_ranks > 1 and limit_mb < wanted_mb and block.shared_memory_mb is None:
+    limit_mb = _shared_memory_mb(row)
+    wanted_mb = LEAST_SHARED_MEMORY_MB
+    if limit_mb is not None and limit_mb < wanted_mb and _needs_shared_memory(deployment):
         words_ = f"the project's pods have {limit_mb} MB of /dev/shm, and several GPUs of a pod need {wanted_mb} MB"
         hint = f"set it to {wanted_mb}, and `up` raises the project's limit, or do so under Project Settings > Advanced"
         yield Problem("cloudera.shared_memory_mb", words_, hint)
 
 
+def _needs_shared_memory(deployment: Deployment) -> bool:
+    return (deployment.hardware.gpus_per_node or 1) > 1 and block_of(deployment).shared_memory_mb is None
+
+
+def _shared_memory_mb(row: Object) -> int | None:
+    """The project's limit; None where the workbench does not tell it."""
+    return _number(row.get("shared_memory_limit")) or None
+
+
+def _weights(workbench: Workbench, deployment: Deployment) -> Iterator[Problem]:
+    """Whether the model's files fit into the project, which only its own pods can see."""
+    if not sources.is_remote(deployment.model) or not session.is_in_project(workbench):
+        return
+    try:
+        listing = sources.resolve(sources.parse(deployment.model), deployment.cache.allow_pickle)
+    except PenstockError:
+        return  # planning says why
+    cache = deployment.cache.weights
+    try:
+        fetch.prepare(listing, cache=Path(cache).expanduser() if cache else None)
+    except PenstockError as exc:
+        yield Problem("model", f"{exc.message}: {exc.detail}", exc.hint)
+
+
+def _unknown(workbench: Workbench, deployment: Deployment, project: Object) -> Iterator[str]:
+    """What `check` cannot learn, and does not guess."""
+    how = "`penstock doctor FILE` measures it"
+    if _shared_memory_mb(project) is None and _needs_shared_memory(deployment):
+        yield f"not known: /dev/shm of the project's pods; several GPUs need {LEAST_SHARED_MEMORY_MB} MB; {how}"
+    if sources.is_remote(deployment.model) and not session.is_in_project(workbench):
+        yield f"not known: free space of the project's files for the weights, which the API does not tell; {how}"
+
+
 def raise_shared_memory(workbench: Workbench, deployment: Deployment) -> None:
     """As the file says. Pods that run already keep what they have."""
     wanted_mb = block_of(deployment).shared_memory_mb
-    if wanted_mb is not None and (_number(workbench.project().get("shared_memory_limit")) or 64) < wanted_mb:
+    if wanted_mb is not None and (_shared_memory_mb(workbench.project()) or 0) < wanted_mb:
         workbench.change_project(shared_memory_limit=wanted_mb)
 
 
