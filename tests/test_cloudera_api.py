@@ -264,6 +264,13 @@ def test_all_that_is_wrong_in_the_workbench_is_said_at_once(there: fake.Workbenc
     ]
 
 
+def test_the_subdomain_of_the_chat_page_must_be_free_too(there: fake.Workbench) -> None:
+    there.workloads.create_application(body_of_job(name="theirs", subdomain="penstock-one-ui"))
+    assert problems(there, hardware={"gpus_per_node": 0}) == []
+    text = shown(problems(there, hardware={"gpus_per_node": 0}, ui=True))
+    assert text == 'name: the application "theirs" has the subdomain penstock-one-ui (give another name)'
+
+
 def test_what_the_api_does_not_tell_is_said_as_unknown(there: fake.Workbench) -> None:
     there.labels = [{**L4, "max_gpu_per_workload": "2"}]
     del there.project["shared_memory_limit"]
@@ -312,6 +319,8 @@ def test_several_kinds_of_gpu_need_a_choice_and_no_gpu_is_a_problem(there: fake.
         problems(there, hardware={"gpus_per_node": 1})
     )
     assert problems(there, hardware={"gpu": "l4"}) == []
+    text = shown(problems(there, hardware={"gpu": "h100-sxm"}))
+    assert 'has no GPU label for "h100-sxm" (it has: NVIDIA-A100-SXM4-80GB, NVIDIA-L4)' in text
     there.labels = [{**L4, "max_gpu_per_workload": "0"}]
     assert "the site lets no workload have a GPU" in shown(problems(there, hardware={"gpus_per_node": 1}))
 

@@ -79,11 +79,14 @@ def serve_gateway(run: Run, port: int, host: str) -> None:
     words = ["-m", "penstock.deployment.placed_unit", "gateway", str(run.path), "--shared"]
     words += ["--listen", f"127.0.0.1:{port}", "--admin", f"{host}:{names.GATEWAY_ADMIN_PORT}"]
     gateway, controller = Child(run, "gateway", words), Child(run, "controller", [])
+    unit: str | None = "0"
     noted: str | None = None
     while run.desired().state == "up":
         now = time.monotonic()
-        units = [unit_of(key) for key in run.handle().units] or [Unit("gateway", noted or "0")]  # damaged: as before
-        unit, controller_unit = _newest(units, "gateway"), _newest(units, "controller")
+        units = [unit_of(key) for key in run.handle().units]
+        newest, controller_unit = _newest(units, "gateway"), _newest(units, "controller")
+        if newest is not None or (units and controller_unit is None):
+            unit = newest  # else the handle is damaged, or the next gateway has no name yet
         if unit is None:
             gateway.end(run.deployment().gateway.drain_s + _EXIT_S)
             run.gateway_address_file.unlink(missing_ok=True)

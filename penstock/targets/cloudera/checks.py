@@ -116,6 +116,9 @@ def _gpus(workbench: Workbench, deployment: Deployment) -> tuple[list[Problem], 
         hint = f'did you mean "{close}"?' if close else f"it has: {', '.join(sorted(rows))}"
         return [Problem("cloudera.gpu_type", f'{workbench.url} has no GPU label "{wanted}"', hint)], Choices()
     named = [label for label in rows if hardware.gpu is None or _is_card(label, hardware.gpu)]
+    if wanted is None and not named:
+        hint = f"it has: {', '.join(sorted(rows))}"
+        return [Problem("hardware.gpu", f'{workbench.url} has no GPU label for "{hardware.gpu}"', hint)], Choices()
     if wanted is None and len(named) != 1:
         hint = f"one of: {', '.join(sorted(rows))}"
         return [Problem("cloudera.gpu_type", f"{workbench.url} has {len(rows)} kinds of GPU", hint)], Choices()
@@ -194,7 +197,7 @@ def _runtime(rows: Sequence[Object], deployment: Deployment, needs_gpu: bool) ->
             hint = f"it has: {', '.join(sorted(fitting)[:3])}" if fitting else "an administrator can add one"
             return [Problem(field, f'the workbench has no runtime "{wanted}"', hint)], wanted
         problems = []
-        if words_of(row, "status") == "DISABLED":
+        if _upper(row, "status") == "DISABLED":
             problems.append(Problem(field, f'"{wanted}" is disabled in the workbench'))
         if not _has_python(row):
             hint = f"one with Python {'.'.join(map(str, _OLDEST_PYTHON))} or later"
@@ -229,12 +232,12 @@ def _notes(workbench: Workbench, deployment: Deployment, choices: Choices, runti
     return tuple(notes)
 
 
-def words_of(row: Object, field: str) -> str:
+def _upper(row: Object, field: str) -> str:
     return str(row.get(field) or "").upper()
 
 
 def _fits(row: Object) -> bool:
-    return _has_python(row) and words_of(row, "status") in ("", "ENABLED")
+    return _has_python(row) and _upper(row, "status") in ("", "ENABLED")
 
 
 def _has_python(row: Object) -> bool:
@@ -259,9 +262,9 @@ def _project(row: Object, deployment: Deployment) -> Iterator[Problem]:
     limit_mb = _shared_memory_mb(row)
     wanted_mb = LEAST_SHARED_MEMORY_MB
     if limit_mb is not None and limit_mb < wanted_mb and _needs_shared_memory(deployment):
-        words_ = f"the project's pods have {limit_mb} MB of /dev/shm, and several GPUs of a pod need {wanted_mb} MB"
+        why = f"the project's pods have {limit_mb} MB of /dev/shm, and several GPUs of a pod need {wanted_mb} MB"
         hint = f"set it to {wanted_mb}, and `up` raises the project's limit, or do so under Project Settings > Advanced"
-        yield Problem("cloudera.shared_memory_mb", words_, hint)
+        yield Problem("cloudera.shared_memory_mb", why, hint)
 
 
 def _needs_shared_memory(deployment: Deployment) -> bool:
@@ -319,13 +322,13 @@ def _bodies(workbench: Workbench, deployment: Deployment) -> Iterator[Problem]:
 def _rights(workbench: Workbench, deployment: Deployment) -> Iterator[Problem]:
     """Whether we may see what we would create, and whether the subdomain is free."""
     workbench.jobs()
-    domain = names.subdomain(deployment.name)
+    parts = ("", "ui") if deployment.chat_page is not None else ("",)
+    domains = {names.subdomain(deployment.name, part) for part in parts}
     for row in workbench.applications():
-        is_ours = names.is_of(str(row.get("name")), deployment.name)
-        if row.get("subdomain") == domain and not is_ours and words.life(row) != "gone":
-            yield Problem(
-                "name", f'the application "{row.get("name")}" has the subdomain {domain}', "give another name"
-            )
+        is_ours, domain = names.is_of(str(row.get("name")), deployment.name), row.get("subdomain")
+        if domain in domains and not is_ours and words.life(row) != "gone":
+            why = f'the application "{row.get("name")}" has the subdomain {domain}'
+            yield Problem("name", why, "give another name")
 
 
 def _number(value: object) -> int:

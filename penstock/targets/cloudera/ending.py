@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 
 import msgspec
 
@@ -44,14 +43,14 @@ def _drain(workbench: Workbench, run: Run, gateways: list[Object], grace_s: floa
     path = names.in_project(f"{names.run_path(run.name)}/desired.json")
     if not session.is_inside(run):
         workbench.upload(path, msgspec.json.encode(run.desired()))
-    deadline = time.monotonic() + max(grace_s, 1.0)
-    while time.monotonic() < deadline:
+
+    def is_over() -> bool:
         if workbench.download(drained) is not None:
-            return
+            return True
         rows = [workbench.application(str(row["id"])) for row in gateways]
-        if not any(words.life(row) == "placed" for row in rows):
-            return
-        time.sleep(0.5)
+        return not any(words.life(row) == "placed" for row in rows)
+
+    wait(is_over, max(grace_s, 1.0))
 
 
 def _workloads(workbench: Workbench, name: str) -> tuple[list[Object], list[Object]]:

@@ -25,7 +25,7 @@ _ORDERED = Worker("scheduling")  # the launcher has not read the handle yet
 def look(workbench: Workbench, run: Run) -> dict[Unit, Placement]:
     """The placement of every unit in the run's handle.  Raises PenstockError."""
     units = run.handle().units
-    rows: dict[str, Object | None] = {}
+    rows: dict[str | None, Object | None] = {}
     placements = {}
     launched: dict[str, Worker] | None = None
     for unit in sorted(map(unit_of, units), key=order):
@@ -38,9 +38,9 @@ def look(workbench: Workbench, run: Run) -> dict[Unit, Placement]:
         if unit.kind == "replica":
             placements[unit] = _replica(workbench, run, unit, entry)
             continue
-        application = str(entry["application"])
+        application = entry["application"]  # None: it was not created yet
         if application not in rows:
-            rows[application] = workbench.application(application) if application != "None" else None
+            rows[application] = workbench.application(application) if application is not None else None
         what = "chat page" if unit.kind == "ui" else "gateway"
         placements[unit] = words.placement_of_application(rows[application], what)
     return placements
