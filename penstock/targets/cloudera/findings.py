@@ -98,7 +98,7 @@ def _reach(notes: Mapping[str, Note], deployment: Deployment) -> Iterator[Findin
     """Engines listen on ports of their choice, so a port that is blocked is a start that fails now and then."""
     blocked: dict[str, list[str]] = {}
     times, ports = [], set[int]()
-    for source, goal in permutations(notes, 2):
+    for source, goal in permutations(sorted(notes), 2):
         for port, answer in notes[source].reached.get(goal, {}).items():
             ports.add(int(port))
             if isinstance(answer, str):
