@@ -8,6 +8,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Literal
+
+import msgspec
 
 EXIT_OURS, EXIT_USER, EXIT_NOT_MODELLED = 1, 2, 4
 
@@ -23,6 +26,19 @@ class Problem:
     def __str__(self) -> str:
         where = f"{self.path}: " if self.path else ""
         return where + self.message + (f" ({self.hint})" if self.hint else "")
+
+
+State = Literal["ok", "warning", "bad"]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line of `doctor`. `node` is None for this machine, the file, or all nodes together."""
+
+    check: str
+    state: State
+    found: str
+    cure: str | None = None
+    node: str | None = None
 
 
 class PenstockError(Exception):

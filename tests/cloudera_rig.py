@@ -26,6 +26,7 @@ from launching import Place, a_place, call, wait_until
 from penstock import targets
 from penstock.deployment import observe
 from penstock.run_folder import Run
+from penstock.targets.cloudera import api
 from penstock.testing.fake_workbench import kernel
 from penstock.testing.fake_workbench.server import PROJECT, Workbench
 from penstock.testing.fake_workbench.workloads import APP_PORT
@@ -66,6 +67,16 @@ socket.getaddrinfo = _ours
 """
 
 
+class NoPods:
+    """A project's file system, and no machine for any pod."""
+
+    def __init__(self, place: Path) -> None:
+        self.folder = place
+
+    def start(self, script: str, env: Mapping[str, str]) -> None:
+        return None
+
+
 class HostPod:
     """A script in a pod."""
 
@@ -88,6 +99,7 @@ class HostPods:
         self.folder = Path(tempfile.mkdtemp(dir=hosts.shared, prefix="project-"))
         self.folder.chmod(0o755)
         self.n_free: int | None = None  # fewer than there are hosts
+        self.blocked_ports: str | None = None  # "20000-60000": pods do not reach these of each other
 
     def start(self, script: str, env: Mapping[str, str]) -> HostPod | None:
         with self._lock:
@@ -98,6 +110,8 @@ class HostPods:
             self._busy.add(host.name)
         host.start()
         host.run(["bash", "-ec", _SET_UP.format(shared=self.folder)])
+        if self.blocked_ports is not None:
+            host.run(["ip", "rule", "add", "ipproto", "tcp", "dport", self.blocked_ports, "prohibit"])
         log = (self.hosts.base / "log" / f"{host.name}.pod").open("a")
         whole = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", **env, "CDSW_IP_ADDRESS": host.address}
         quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
@@ -171,6 +185,17 @@ def left_in_files(workbench: Workbench) -> list[str]:
 
 def left(workbench: Workbench) -> list[str]:
     return workbench.left() + left_in_files(workbench)
+
+
+@pytest.fixture
+def podless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workbench]:
+    """A workbench on loopback without pods; the key is set."""
+    place = tmp_path / "project"
+    place.mkdir()
+    monkeypatch.setattr(api, "_PAUSE_S", 0.001)
+    with Workbench(NoPods(place), "127.0.0.1", host="127.0.0.1") as made:
+        monkeypatch.setenv("CDSW_APIV2_KEY", made.key)
+        yield made
 
 
 @pytest.fixture(scope="session")

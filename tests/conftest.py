@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from cloudera_rig import pod_hosts, workbench, workbench_place  # noqa: F401 - fixtures
+from cloudera_rig import pod_hosts, podless, workbench, workbench_place  # noqa: F401 - fixtures
 from hosts_fixtures import (  # noqa: F401 - fixtures
     desk,
     hosts,

@@ -6,24 +6,28 @@ import io
 import ssl
 import subprocess
 import zipfile
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from cloudera_rig import NoPods
 from samples import deployment, run_folder
 
-from penstock import targets
+from penstock import paths, targets
 from penstock.errors import PenstockError, Problem, UserError
+from penstock.models import sources
+from penstock.models.sources import Listing, RemoteFile, Source
 from penstock.spec.blocks import Cloudera
 from penstock.spec.deployment import Deployment
-from penstock.targets.cloudera import api, checks, folder, names, placing, session
+from penstock.targets import waiting
+from penstock.targets.cloudera import checks, folder, names, session
 from penstock.targets.cloudera.api import Workbench
 from penstock.targets.cloudera.bodies import Judge
 from penstock.targets.code_archive import code_archive
 from penstock.testing.fake_workbench import description
 from penstock.testing.fake_workbench import server as fake
+from penstock.text import GIB
 from penstock.wire.answers import HttpError
 
 L4 = {"id": "3", "label_key": "nvidia.com/gpu.product", "label_value": "NVIDIA-L4", "availability": True,
@@ -31,24 +35,9 @@ L4 = {"id": "3", "label_key": "nvidia.com/gpu.product", "label_value": "NVIDIA-L
 JOBS = f"/projects/{fake.PROJECT_ID}/jobs"
 
 
-class NoPods:
-    """A project's file system, and no machine for any pod."""
-
-    def __init__(self, place: Path) -> None:
-        self.folder = place
-
-    def start(self, script: str, env: Mapping[str, str]) -> None:
-        return None
-
-
 @pytest.fixture
-def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.Workbench]:
-    place = tmp_path / "project"
-    place.mkdir()
-    monkeypatch.setattr(api, "_PAUSE_S", 0.001)
-    with fake.Workbench(NoPods(place), "127.0.0.1", host="127.0.0.1") as made:
-        monkeypatch.setenv("CDSW_APIV2_KEY", made.key)
-        yield made
+def there(podless: fake.Workbench) -> fake.Workbench:
+    return podless
 
 
 def file(there: fake.Workbench, block: dict[str, Any] | None = None, **fields: Any) -> Deployment:
@@ -217,7 +206,7 @@ def test_the_fake_is_as_strict_as_its_description(there: fake.Workbench) -> None
 def test_workloads_without_a_run_folder_are_found_and_ended_and_those_of_others_stay(
     there: fake.Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placing, "_POLL_S", 0.01)
+    monkeypatch.setattr(waiting, "LOOK_S", 0.01)
     (there.pods.folder / "a.py").touch()
     (there.pods.folder / ".penstock" / "runs" / "two").mkdir(parents=True)
     (there.pods.folder / ".penstock" / "runs" / "two" / "run.json").touch()
@@ -260,7 +249,7 @@ def test_all_that_is_wrong_in_the_workbench_is_said_at_once(there: fake.Workbenc
     there.labels = [{**L4, "availability": False}, {**L4, "id": "4", "label_value": "NVIDIA-A100-SXM4-80GB"}]
     there.quotas = [{"accelerator_id": "3", "gpu_quota": "1"}]
     block = {"gpu_type": "NVIDIA-L4", "runtime": fake.RUNTIME.replace("3.11", "3.10")}
-    there.workloads.create_application({"name": "theirs", "subdomain": "penstock-one", "script": "x"})
+    there.workloads.create_application(body_of_job(name="theirs", subdomain="penstock-one"))
     text = shown(problems(there, block, hardware={"gpus_per_node": 2, "nodes": 3}))
     assert text.splitlines() == [
         'cloudera.gpu_type: GPUs of label "NVIDIA-L4" are not available in the workbench now',
@@ -273,6 +262,43 @@ def test_all_that_is_wrong_in_the_workbench_is_said_at_once(there: fake.Workbenc
         "(set it to 2048, and `up` raises the project's limit, or do so under Project Settings > Advanced)",
         'name: the application "theirs" has the subdomain penstock-one (give another name)',
     ]
+
+
+def test_the_subdomain_of_the_chat_page_must_be_free_too(there: fake.Workbench) -> None:
+    there.workloads.create_application(body_of_job(name="theirs", subdomain="penstock-one-ui"))
+    assert problems(there, hardware={"gpus_per_node": 0}) == []
+    text = shown(problems(there, hardware={"gpus_per_node": 0}, ui=True))
+    assert text == 'name: the application "theirs" has the subdomain penstock-one-ui (give another name)'
+
+
+def test_what_the_api_does_not_tell_is_said_as_unknown(there: fake.Workbench) -> None:
+    there.labels = [{**L4, "max_gpu_per_workload": "2"}]
+    del there.project["shared_memory_limit"]
+    wanted = file(there, hardware={"gpus_per_node": 2}, model="org/model")
+    assert checks.examine(connected(there), wanted)[0] == []
+    targets.load.cache_clear()
+    target = targets.load("cloudera")
+    assert target.check(wanted) == []
+    notes = [note for note in target.warnings(wanted) if note.startswith("not known: ")]
+    assert [note.split("; ")[0] for note in notes] == [
+        "not known: /dev/shm of the project's pods",
+        "not known: free space of the project's files for the weights, which the API does not tell",
+    ]
+    assert all(note.endswith("`penstock doctor FILE` measures it") for note in notes)
+
+
+def test_in_a_session_the_weights_must_fit_into_the_project(
+    there: fake.Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CDSW_PROJECT_ID", fake.PROJECT_ID)
+    listing = Listing(Source("hub", "org/model"), "0" * 40, {"model.safetensors": RemoteFile(10 * GIB)})
+    monkeypatch.setattr(sources, "resolve", lambda *_: listing)
+    monkeypatch.setattr(paths, "free_bytes", lambda _: 4 * GIB)
+    wanted = file(there, hardware={"gpus_per_node": 0}, model="org/model", cache={"weights": str(tmp_path / "hub")})
+    [problem] = checks.examine(connected(there), wanted)[0]
+    assert problem.path == "model" and problem.message.endswith("and 4.0 GiB are free."), problem
+    monkeypatch.setattr(paths, "free_bytes", lambda _: 40 * GIB)
+    assert checks.examine(connected(there), wanted)[0] == []
 
 
 def test_a_label_a_runtime_and_a_project_that_are_not_there_are_named_with_those_that_are(
@@ -293,6 +319,8 @@ def test_several_kinds_of_gpu_need_a_choice_and_no_gpu_is_a_problem(there: fake.
         problems(there, hardware={"gpus_per_node": 1})
     )
     assert problems(there, hardware={"gpu": "l4"}) == []
+    text = shown(problems(there, hardware={"gpu": "h100-sxm"}))
+    assert 'has no GPU label for "h100-sxm" (it has: NVIDIA-A100-SXM4-80GB, NVIDIA-L4)' in text
     there.labels = [{**L4, "max_gpu_per_workload": "0"}]
     assert "the site lets no workload have a GPU" in shown(problems(there, hardware={"gpus_per_node": 1}))
 

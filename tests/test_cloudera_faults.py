@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+
 import pytest
 from cloudera_rig import file_for, up
 from launching import PROMPT, Place, call, now, replica_of, wait_ready, wait_until
@@ -70,6 +74,28 @@ def test_nodes_find_a_gateway_whose_application_was_restarted(place: Place, work
     wait_until(lambda: now(run).controller.n_restarts == 1 and now(run).phase == "ready", "ready again", SOON_S)
     assert expected_text(PROMPT, 8) in call("chat", "one", "-m", PROMPT, "--max-tokens", 8).out
     assert len(runs(workbench)) == 1, "the engine stayed loaded"
+
+
+@pytest.mark.nightly
+def test_a_gateway_that_hangs_gets_a_successor_whose_name_is_noted(place: Place, workbench: Workbench) -> None:
+    run, _ = up(place, workbench)
+    wait_ready(run)
+    pod = gateway_of(workbench).pod
+    assert pod is not None
+    host = workbench.pods.host_of(pod.address)  # type: ignore[attr-defined]
+    hung = [process for process in host.processes() if "penstock.gateway" in process.argv]
+    assert hung
+    for process in hung:
+        os.kill(process.outer_pid, signal.SIGSTOP)
+    note = workbench.pods.folder / ".penstock" / "runs" / "one" / "gateway" / "address.json"
+    wait_until(
+        lambda: note.exists() and json.loads(note.read_text())["unit"] == "1",
+        "the next gateway has noted its address",
+        SOON_S,
+    )
+    wait_until(lambda: now(run).phase == "ready", "ready again", SOON_S)
+    assert expected_text(PROMPT, 8) in call("chat", "one", "-m", PROMPT, "--max-tokens", 8).out
+    assert len(runs(workbench)) == 1 and gateway_of(workbench).pod is pod, "the application was not restarted"
 
 
 @pytest.mark.nightly

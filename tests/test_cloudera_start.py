@@ -50,7 +50,7 @@ def run(project: Path, unit: str, code: int = 0, requirements: tuple[str, ...] =
     """The exit code of the kernel."""
     facts = {
         "home": str(project), "run": str(project / "run"), "code": str(project / "code" / "abc"), "python": None,
-        "venv": str(project / "venv"), "requirements": list(requirements),
+        "nodes": "jobs", "venv": str(project / "venv"), "requirements": list(requirements),
         "pip": {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(project / "wheels")},
     }  # fmt: skip
     text = Path(workloads.__file__).with_name("start.py").read_text("utf-8")

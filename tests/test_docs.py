@@ -82,17 +82,17 @@ calibrate calibration capacity catalog changes checks child choice collectives c
 config conformance connections container control conversation cost cpu
 dashboard decide description decisions dense detached detect doctor driver
 elsewhere ending entry errors estimate event examine exchange exchanges explain export expressions
-facts failures fake fetch fields figures fit flags folder footers forms forwarding
+facts failures fake fetch fields figures findings fit flags folder footers forms forwarding
 genai google grafana guard
 health history holder host html http http1 hub hybrid
 images init inputs install instances
 kept kernel key
 leader leftovers levers library lifecycle limits lines link listener live liveness local lock locks login loop
-main manifest manifests markup measured member merge metric middleware modelscope monitoring
+main manifest manifests markup measured measuring member merge metric middleware modelscope monitoring
 network nvml
 object objects observe offline openssh operations options origins overhead
 pacing packages panel panels parent parse paths peers pictures placed placement placing plain planning pod pods
-policies prepare price progress prometheus promql proxied public published
+policies prepare price probe progress prometheus promql proxied public published
 queries queue quota
 ranges rate reachability reachable reading ready reasons reduce refusals
 relay remote rendezvous replay replies report
@@ -103,7 +103,7 @@ staging startup static statistics stats status stop store strategic structs supe
 tab terminal theme timestamps top topology totals trace traces traffic tunnel tunnels
 ui unit upstream upstreams
 validity versions view vision volume
-waiting words writer yaml
+v1 waiting words worker writer yaml
 """
 
 

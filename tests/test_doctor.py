@@ -17,9 +17,8 @@ from penstock.deployment.doctor import nodes as findings
 from penstock.deployment.doctor.model import check_model
 from penstock.deployment.doctor.network import Route
 from penstock.deployment.doctor.nodes import SurveyedNode
-from penstock.deployment.preflight import Finding
 from penstock.engines.llamacpp.engine import LlamaCpp
-from penstock.errors import UserError
+from penstock.errors import Finding, UserError
 from penstock.hardware import Interface, Machine, NodeFacts
 from penstock.hardware import network as preflight
 from penstock.models import Facts, catalog

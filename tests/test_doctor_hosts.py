@@ -23,8 +23,7 @@ from test_facts import Hub, served  # noqa: F401 - a fixture
 
 from penstock import targets
 from penstock.deployment.doctor import examine as doctor
-from penstock.deployment.preflight import Finding
-from penstock.errors import Problem
+from penstock.errors import Finding, Problem
 from penstock.hardware import Machine, NodeFacts
 from penstock.run_folder import Artifact
 from penstock.spec.deployment import Deployment

@@ -15,9 +15,9 @@ from samples import DEMO, NOW, cpu_machine, demo_plan, deployment, draft, gpu_ma
 
 from penstock import run_folder as runs
 from penstock.cli import progress, status_text
-from penstock.deployment.preflight import Finding
 from penstock.deployment.prepare import Prepared
 from penstock.deployment.start import Started
+from penstock.errors import Finding
 from penstock.planner import launch
 from penstock.planner.launch import Sized
 from penstock.run_folder import Artifact, Part, ReplicaStatus, Run, State

@@ -12,7 +12,11 @@ from penstock.errors import EXIT_OURS
 def register(parser: argparse.ArgumentParser) -> None:
     arguments.add_source(parser, "check this deployment on the nodes it would use")
     arguments.add_target(parser)
-    parser.add_argument("--quick", action="store_true", help="skip the all-reduce between the nodes (5 s)")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="skip the all-reduce between the nodes (5 s), and workloads in a workbench (a minute)",
+    )
     arguments.add_json(parser)
     examples = ("penstock doctor", "penstock doctor qwen.yaml", "penstock doctor cluster.yaml --quick --json")
     arguments.complete(parser, _run, examples)

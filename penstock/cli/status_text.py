@@ -25,9 +25,9 @@ from penstock.wire.announcement import Progress, Restart
 from penstock.wire.scaling import Scaling
 
 if TYPE_CHECKING:
-    from penstock.deployment.preflight import Finding
     from penstock.deployment.prepare import Prepared
     from penstock.deployment.start import Started
+    from penstock.errors import Finding
 
 
 _SHOWN_STARTS = 8

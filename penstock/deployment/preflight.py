@@ -8,7 +8,6 @@ import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -168,16 +167,3 @@ def choose_engine(kind: str, has_gpus: bool, forms: Sequence[str]) -> str:
     if has_gpus or ("gguf" not in forms and "safetensors" in forms):
         return "vllm"
     return "llamacpp"
-
-
-State = Literal["ok", "warning", "bad"]
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """One line of `doctor`. `node` is None for this machine, the file, or all nodes together."""
-
-    check: str
-    state: State
-    found: str
-    cure: str | None = None
-    node: str | None = None

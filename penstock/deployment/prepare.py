@@ -14,8 +14,7 @@ import msgspec
 from penstock import engines, paths, targets
 from penstock.deployment import gpu_price, planning, preflight, ui
 from penstock.deployment.doctor.model import check_model
-from penstock.deployment.preflight import Finding
-from penstock.errors import PenstockError, PlanError, SpecError, UserError, together
+from penstock.errors import Finding, PenstockError, PlanError, SpecError, UserError, together
 from penstock.hardware import Machine, network
 from penstock.models import facts, fetch, files, sources
 from penstock.node.checks.machine import find_weights

@@ -147,7 +147,9 @@ class Cloudera(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `gpu_type`: the label of the GPU's nodes (NVIDIA-L4), when there are several. `cpu`, `memory_gb`: of the pod of a
     node (from the plan when absent); `gateway_cpu`, `gateway_memory_gb`: of the application with gateway and
     controller. `public`: the application asks for no login of the workbench, only for a key of the gateway.
-    `shared_memory_mb`: `up` raises the project's limit of /dev/shm to that where it is lower.
+    `shared_memory_mb`: `up` raises the project's limit of /dev/shm to that where it is lower. `nodes`: a node is a job,
+    or a worker that the application launches, for a workbench in which pods of jobs do not reach each other; workers
+    end with the application.
     """
 
     workbench: str | None = None
@@ -163,6 +165,7 @@ class Cloudera(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gateway_memory_gb: float = 4.0
     public: bool = False
     shared_memory_mb: int | None = None
+    nodes: Literal["jobs", "workers"] = "jobs"
 
 
 class Vessl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

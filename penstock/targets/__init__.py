@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from penstock.errors import PenstockError, Problem, UserError
+from penstock.errors import Finding, PenstockError, Problem, UserError
 from penstock.hardware import Gpu, Machine, node_facts
 from penstock.paths import home
 from penstock.planner.engine_versions import NEWEST
@@ -38,8 +38,8 @@ TABLE = {
 _CPUS, _MEMORY_BYTES, _GPU_BYTES = 64, 1024 * GIB, 80 * GIB  # of a machine that was not asked
 # "survey": runs a program on the nodes, for `doctor`. "places-gateway": takes gateway.on: job. "tunnels": its gateway
 # is reached by `tunnel` and `inside`. "keeps-weights": it keeps weights of a deployment beyond its end. "actuators":
-# another autoscaler of the place may set the number of replicas.
-Capability = Literal["survey", "places-gateway", "tunnels", "keeps-weights", "actuators"]
+# another autoscaler of the place may set the number of replicas. "measures": `doctor` may start small workloads there.
+Capability = Literal["survey", "places-gateway", "tunnels", "keeps-weights", "actuators", "measures"]
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -169,6 +169,13 @@ class Target(Facts, ABC):
         In `argv` "{rank}" is the node's place in the answer, from 0. Only with the capability "survey".
         """
         raise UserError(f'cannot ask the nodes of target "{self.name}"')
+
+    def measure(self, deployment: Deployment, download_bytes: int | None, say: Callable[[str], None]) -> list[Finding]:
+        """What of the place only its own machines tell, for `doctor`. Blocks for minutes; leaves nothing there.
+
+        `download_bytes`: of the model's files. Only with the capability "measures".  Raises PenstockError.
+        """
+        raise UserError(f'cannot measure target "{self.name}"')
 
     @abstractmethod
     def render(self, launch: Launch, python: str, deployment: Deployment) -> Artifact:

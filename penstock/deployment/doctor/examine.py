@@ -27,8 +27,7 @@ from penstock.deployment.doctor import nodes as node_findings
 from penstock.deployment.doctor.model import ModelCheck, check_model
 from penstock.deployment.doctor.network import Route
 from penstock.deployment.doctor.nodes import SurveyedNode
-from penstock.deployment.preflight import Finding
-from penstock.errors import PenstockError, SpecError, UserError
+from penstock.errors import Finding, PenstockError, SpecError, UserError
 from penstock.hardware import Interface
 from penstock.hardware import network as hardware_network
 from penstock.hardware.detect import gpus
@@ -75,7 +74,10 @@ def examine(deployment: Deployment, is_quick: bool = False, on_step: OnStep | No
         here = pool.submit(_here, target, deployment)
         nodes, survey_findings = survey.result()
         model = model_check.result()
-        findings = [*here.result(), *model.findings, *survey_findings]
+        own = here.result()
+        findings = [*own, *model.findings, *survey_findings]
+    if "measures" in target.capabilities and not is_quick:
+        findings += _place(target, deployment, own, model, say)
     findings += _judge(target, nodes, deployment, model)
     findings += node_findings.of_environment(deployment.engine.env, "engine.env")
     with ThreadPoolExecutor(1) as pool:
@@ -145,6 +147,19 @@ def _here(target: Target, deployment: Deployment) -> list[Finding]:
     except PenstockError as error:
         findings.append(_of_error("target", error))
     return [*findings, *(Finding("file", "bad", str(replace(each, hint=None)), each.hint) for each in problems)]
+
+
+def _place(
+    target: Target, deployment: Deployment, earlier: Sequence[Finding], model: ModelCheck, say: OnStep
+) -> list[Finding]:
+    """What small workloads of the target's place find."""
+    if any(finding.state == "bad" for finding in earlier):
+        why = f"target {target.name} was not measured: it, or the file, has the problems above"
+        return [Finding("measured", "warning", why, "Fix them, and run `penstock doctor` again.")]
+    try:
+        return target.measure(deployment, model.download_bytes or None, say)
+    except PenstockError as error:
+        return [_of_error("measured", error)]
 
 
 def _survey_nodes(

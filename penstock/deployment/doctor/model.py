@@ -7,8 +7,7 @@ import os
 import msgspec
 
 from penstock import targets
-from penstock.deployment.preflight import Finding
-from penstock.errors import PenstockError
+from penstock.errors import Finding, PenstockError
 from penstock.models import Facts, facts, files, hub, sources
 from penstock.node.checks.machine import find_weights
 from penstock.spec.deployment import Deployment

@@ -11,8 +11,7 @@ import msgspec
 
 from penstock.deployment import planning
 from penstock.deployment.doctor.nodes import SurveyedNode
-from penstock.deployment.preflight import Finding
-from penstock.errors import PenstockError
+from penstock.errors import Finding, PenstockError
 from penstock.hardware import Interface, Machine, catalog
 from penstock.hardware.catalog import LinkFacts
 from penstock.hardware.topology import rewired

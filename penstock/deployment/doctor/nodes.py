@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from penstock.deployment.preflight import MIN_FREE_BYTES, Finding, State
+from penstock.deployment.preflight import MIN_FREE_BYTES
+from penstock.errors import Finding, State
 from penstock.hardware import Gpu
 from penstock.log_lines import last_words
 from penstock.models.read_rate import Reading

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from penstock.errors import PenstockError
 from penstock.hardware import network
 from penstock.paths import write_atomically
 from penstock.processes import Backoff
-from penstock.run_folder import Run, order, unit_of
+from penstock.run_folder import Run, Unit, order, unit_of
 from penstock.targets.cloudera import inside, names
 from penstock.targets.cloudera.api import application_url
 from penstock.targets.cloudera.session import workbench_url
@@ -35,7 +36,7 @@ class Child:
     """A process that is started again when it ends, after a pause."""
 
     def __init__(self, run: Run, role: str, argv: list[str]) -> None:
-        self.role, self._run, self._argv = role, run, argv
+        self.role, self.argv, self._run = role, argv, run
         self._backoff, self._due_at = Backoff(1.0, 30.0, 60.0), 0.0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -52,7 +53,7 @@ class Child:
         marks = processes.marks(str(self._run.path), self._run.record().id, self.role)
         with self._run.log(self.role).open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *self._argv],
+                [sys.executable, *self.argv],
                 env={**os.environ, **marks}, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         return True
@@ -67,30 +68,35 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._process = None
 
 
 def serve_gateway(run: Run, port: int, host: str) -> None:
-    """Until the deployment shall be down, and its gateway has drained."""
+    """Until the deployment shall be down, and its gateway has drained. Which units it is, the handle says at any time:
+    a gateway that hung has a successor, and an application with a launcher may have none for a while."""
     drained = run.path / names.DRAINED
     drained.unlink(missing_ok=True)
-    newest = {kind: _newest(run, kind) for kind in ("gateway", "controller")}
     words = ["-m", "penstock.deployment.placed_unit", "gateway", str(run.path), "--shared"]
     words += ["--listen", f"127.0.0.1:{port}", "--admin", f"{host}:{names.GATEWAY_ADMIN_PORT}"]
-    gateway = Child(run, "gateway", words)
-    controller = Child(
-        run,
-        "controller",
-        ["-m", "penstock.deployment.controller", str(run.path), "--unit", newest["controller"] or "0"],
-    )
-    is_noted = False
+    gateway, controller = Child(run, "gateway", words), Child(run, "controller", [])
+    unit: str | None = "0"
+    noted: str | None = None
     while run.desired().state == "up":
         now = time.monotonic()
-        if gateway.keep_up(now):
-            is_noted = False
-        if not is_noted and _answers(run, host):
-            _note_address(run, newest["gateway"] or "0", port, host)
-            is_noted = True
-        if is_noted and newest["controller"] is not None:  # it reads the gateway's settings
+        units = [unit_of(key) for key in run.handle().units]
+        newest, controller_unit = _newest(units, "gateway"), _newest(units, "controller")
+        if newest is not None or (units and controller_unit is None):
+            unit = newest  # else the handle is damaged, or the next gateway has no name yet
+        if unit is None:
+            gateway.end(run.deployment().gateway.drain_s + _EXIT_S)
+            run.gateway_address_file.unlink(missing_ok=True)
+        if unit is None or gateway.keep_up(now):
+            noted = None
+        if unit is not None and noted != unit and _answers(run, host):
+            _note_address(run, unit, port, host)
+            noted = unit
+        if noted is not None and controller_unit is not None:  # it reads the gateway's settings
+            controller.argv = ["-m", "penstock.deployment.controller", str(run.path), "--unit", controller_unit]
             controller.keep_up(now)
         inside.answer_all(run)
         time.sleep(_LOOK_S)
@@ -99,9 +105,9 @@ def serve_gateway(run: Run, port: int, host: str) -> None:
     drained.touch()
 
 
-def _newest(run: Run, kind: str) -> str | None:
-    units = sorted((unit for unit in map(unit_of, run.handle().units) if unit.kind == kind), key=order)
-    return units[-1].name if units else None
+def _newest(units: Sequence[Unit], kind: str) -> str | None:
+    of_kind = sorted((unit for unit in units if unit.kind == kind), key=order)
+    return of_kind[-1].name if of_kind else None
 
 
 def _answers(run: Run, host: str) -> bool:

@@ -5,24 +5,25 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
 
 from penstock.errors import PenstockError, Problem, nearest
 from penstock.hardware import Gpu, Machine, catalog, node_facts
+from penstock.models import fetch, sources
 from penstock.planner.engine_versions import NEWEST
 from penstock.spec.deployment import Deployment
 from penstock.targets.cloudera import names, session, words
 from penstock.targets.cloudera.api import Object, Workbench
+from penstock.targets.cloudera.findings import LEAST_SHARED_MEMORY_MB
 from penstock.targets.cloudera.names import block_of
 from penstock.targets.cloudera.workloads import Choices
 from penstock.text import GIB, MIB
 from penstock.wire.answers import HttpError
 
 _OLDEST_PYTHON = (3, 11)
-# The default of a project is 64 MB, with which NCCL and vLLM's message queues end with a bus error.
-LEAST_SHARED_MEMORY_MB = 2048
 _RANK_CPUS, _RANK_BYTES = 4, 24 * GIB
 _MOST_CPUS, _MOST_BYTES = 64, 512 * GIB  # of a pod whose label does not say
 
@@ -65,11 +66,18 @@ def examine(workbench: Workbench, deployment: Deployment) -> tuple[list[Problem]
     with _noted(problems):
         found, runtime = _runtime(workbench.runtimes(), deployment, needs_gpu=choices.gpu_label is not None)
         problems += found
-        choices = msgspec.structs.replace(choices, runtime=runtime, notes=_notes(workbench, choices, runtime))
+        choices = msgspec.structs.replace(
+            choices, runtime=runtime, notes=_notes(workbench, deployment, choices, runtime)
+        )
     with _noted(problems):
         problems += _bodies(workbench, deployment)
     with _noted(problems):
-        problems += _project(workbench.project(), deployment)
+        project = workbench.project()
+        problems += _project(project, deployment)
+        unknown = tuple(_unknown(workbench, deployment, project))
+        choices = msgspec.structs.replace(choices, notes=(*choices.notes, *unknown))
+    with _noted(problems):
+        problems += _weights(workbench, deployment)
     with _noted(problems):
         problems += _rights(workbench, deployment)
     return problems, choices
@@ -108,6 +116,9 @@ def _gpus(workbench: Workbench, deployment: Deployment) -> tuple[list[Problem], 
         hint = f'did you mean "{close}"?' if close else f"it has: {', '.join(sorted(rows))}"
         return [Problem("cloudera.gpu_type", f'{workbench.url} has no GPU label "{wanted}"', hint)], Choices()
     named = [label for label in rows if hardware.gpu is None or _is_card(label, hardware.gpu)]
+    if wanted is None and not named:
+        hint = f"it has: {', '.join(sorted(rows))}"
+        return [Problem("hardware.gpu", f'{workbench.url} has no GPU label for "{hardware.gpu}"', hint)], Choices()
     if wanted is None and len(named) != 1:
         hint = f"one of: {', '.join(sorted(rows))}"
         return [Problem("cloudera.gpu_type", f"{workbench.url} has {len(rows)} kinds of GPU", hint)], Choices()
@@ -186,7 +197,7 @@ def _runtime(rows: Sequence[Object], deployment: Deployment, needs_gpu: bool) ->
             hint = f"it has: {', '.join(sorted(fitting)[:3])}" if fitting else "an administrator can add one"
             return [Problem(field, f'the workbench has no runtime "{wanted}"', hint)], wanted
         problems = []
-        if words_of(row, "status") == "DISABLED":
+        if _upper(row, "status") == "DISABLED":
             problems.append(Problem(field, f'"{wanted}" is disabled in the workbench'))
         if not _has_python(row):
             hint = f"one with Python {'.'.join(map(str, _OLDEST_PYTHON))} or later"
@@ -200,7 +211,7 @@ def _runtime(rows: Sequence[Object], deployment: Deployment, needs_gpu: bool) ->
     return [], str(best["image_identifier"])
 
 
-def _notes(workbench: Workbench, choices: Choices, runtime: str) -> tuple[str, ...]:
+def _notes(workbench: Workbench, deployment: Deployment, choices: Choices, runtime: str) -> tuple[str, ...]:
     rows = [row for row in workbench.runtimes() if row.get("image_identifier") == runtime]
     notes = ["the workbench is asked over plain http: its API key can be read on the way"] * workbench.is_plain
     if choices.gpu_label is not None and rows and not _has_cuda(rows[0]):
@@ -208,15 +219,25 @@ def _notes(workbench: Workbench, choices: Choices, runtime: str) -> tuple[str, .
         notes.append(
             f"runtime of the {edition} edition: CUDA's libraries come with vLLM's wheels, the driver with the node"
         )
+    if block_of(deployment).nodes == "workers":
+        notes.append("nodes: workers: they end with the application, so its restart loads every model again")
+        if rows and "PBJ" not in f"{rows[0].get('editor')} {runtime}".upper():
+            notes.append(
+                "only a PBJ runtime is known to have cml.workers_v1, by which the application launches workers"
+            )
+        if choices.gpu_label is not None:
+            notes.append(
+                "the API does not tell whether workers take a GPU label; older workbenches refuse it at launch"
+            )
     return tuple(notes)
 
 
-def words_of(row: Object, field: str) -> str:
+def _upper(row: Object, field: str) -> str:
     return str(row.get(field) or "").upper()
 
 
 def _fits(row: Object) -> bool:
-    return _has_python(row) and words_of(row, "status") in ("", "ENABLED")
+    return _has_python(row) and _upper(row, "status") in ("", "ENABLED")
 
 
 def _has_python(row: Object) -> bool:
@@ -238,19 +259,51 @@ def _version(row: Object) -> tuple[int, ...]:
 
 def _project(row: Object, deployment: Deployment) -> Iterator[Problem]:
     """/dev/shm: ranks of one pod talk over it."""
-    block, n_ranks = block_of(deployment), deployment.hardware.gpus_per_node or 1
-    limit_mb = _number(row.get("shared_memory_limit")) or 64
-    wanted_mb = block.shared_memory_mb or LEAST_SHARED_MEMORY_MB
-    if n_ranks > 1 and limit_mb < wanted_mb and block.shared_memory_mb is None:
-        words_ = f"the project's pods have {limit_mb} MB of /dev/shm, and several GPUs of a pod need {wanted_mb} MB"
+    limit_mb = _shared_memory_mb(row)
+    wanted_mb = LEAST_SHARED_MEMORY_MB
+    if limit_mb is not None and limit_mb < wanted_mb and _needs_shared_memory(deployment):
+        why = f"the project's pods have {limit_mb} MB of /dev/shm, and several GPUs of a pod need {wanted_mb} MB"
         hint = f"set it to {wanted_mb}, and `up` raises the project's limit, or do so under Project Settings > Advanced"
-        yield Problem("cloudera.shared_memory_mb", words_, hint)
+        yield Problem("cloudera.shared_memory_mb", why, hint)
+
+
+def _needs_shared_memory(deployment: Deployment) -> bool:
+    return (deployment.hardware.gpus_per_node or 1) > 1 and block_of(deployment).shared_memory_mb is None
+
+
+def _shared_memory_mb(row: Object) -> int | None:
+    """The project's limit; None where the workbench does not tell it."""
+    return _number(row.get("shared_memory_limit")) or None
+
+
+def _weights(workbench: Workbench, deployment: Deployment) -> Iterator[Problem]:
+    """Whether the model's files fit into the project, which only its own pods can see."""
+    if not sources.is_remote(deployment.model) or not session.is_in_project(workbench):
+        return
+    try:
+        listing = sources.resolve(sources.parse(deployment.model), deployment.cache.allow_pickle)
+    except PenstockError:
+        return  # planning says why
+    cache = deployment.cache.weights
+    try:
+        fetch.prepare(listing, cache=Path(cache).expanduser() if cache else None)
+    except PenstockError as exc:
+        yield Problem("model", f"{exc.message}: {exc.detail}", exc.hint)
+
+
+def _unknown(workbench: Workbench, deployment: Deployment, project: Object) -> Iterator[str]:
+    """What `check` cannot learn, and does not guess."""
+    how = "`penstock doctor FILE` measures it"
+    if _shared_memory_mb(project) is None and _needs_shared_memory(deployment):
+        yield f"not known: /dev/shm of the project's pods; several GPUs need {LEAST_SHARED_MEMORY_MB} MB; {how}"
+    if sources.is_remote(deployment.model) and not session.is_in_project(workbench):
+        yield f"not known: free space of the project's files for the weights, which the API does not tell; {how}"
 
 
 def raise_shared_memory(workbench: Workbench, deployment: Deployment) -> None:
     """As the file says. Pods that run already keep what they have."""
     wanted_mb = block_of(deployment).shared_memory_mb
-    if wanted_mb is not None and (_number(workbench.project().get("shared_memory_limit")) or 64) < wanted_mb:
+    if wanted_mb is not None and (_shared_memory_mb(workbench.project()) or 0) < wanted_mb:
         workbench.change_project(shared_memory_limit=wanted_mb)
 
 
@@ -269,13 +322,13 @@ def _bodies(workbench: Workbench, deployment: Deployment) -> Iterator[Problem]:
 def _rights(workbench: Workbench, deployment: Deployment) -> Iterator[Problem]:
     """Whether we may see what we would create, and whether the subdomain is free."""
     workbench.jobs()
-    domain = names.subdomain(deployment.name)
+    parts = ("", "ui") if deployment.chat_page is not None else ("",)
+    domains = {names.subdomain(deployment.name, part) for part in parts}
     for row in workbench.applications():
-        is_ours = names.is_of(str(row.get("name")), deployment.name)
-        if row.get("subdomain") == domain and not is_ours and words.life(row) != "gone":
-            yield Problem(
-                "name", f'the application "{row.get("name")}" has the subdomain {domain}', "give another name"
-            )
+        is_ours, domain = names.is_of(str(row.get("name")), deployment.name), row.get("subdomain")
+        if domain in domains and not is_ours and words.life(row) != "gone":
+            why = f'the application "{row.get("name")}" has the subdomain {domain}'
+            yield Problem("name", why, "give another name")
 
 
 def _number(value: object) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import time
 
 import msgspec
 
 from penstock.errors import PenstockError
 from penstock.run_folder import Left, Run
-from penstock.targets.cloudera import folder, names, placing, session, words
+from penstock.targets.cloudera import folder, measuring, names, placing, session, words, workers
 from penstock.targets.cloudera.api import Object, Workbench
+from penstock.targets.waiting import wait
 
+_MEASUREMENT = "doctor/"  # no legal name of a deployment begins so
 _WORD_S = 8.0  # until the program of the application, and those of nodes, look for the word
 
 
@@ -21,11 +22,13 @@ def end(workbench: Workbench, run: Run, grace_s: float) -> None:
     gateways = [row for row in applications if str(row.get("name")).endswith("-gateway")]
     if any(words.word(row) == "RUNNING" for row in gateways):
         _drain(workbench, run, gateways, grace_s)
+        if workers.are_used(run.deployment()):
+            workers.end_all(workbench, run, min(grace_s, _WORD_S))
     for row in [*gateways, *(row for row in applications if row not in gateways)]:
         placing.end_application(workbench, str(row["id"]))
     if gateways:
         pairs = placing.runs_of(workbench, jobs)
-        placing.wait(lambda: not placing.running(workbench, pairs), min(grace_s, _WORD_S))
+        wait(lambda: not placing.running(workbench, pairs), min(grace_s, _WORD_S))
     placing.end_jobs(workbench, placing.runs_of(workbench, _workloads(workbench, run.name)[1]))
     if not session.is_inside(run):
         folder.remove(workbench, run.name)
@@ -40,14 +43,14 @@ def _drain(workbench: Workbench, run: Run, gateways: list[Object], grace_s: floa
     path = names.in_project(f"{names.run_path(run.name)}/desired.json")
     if not session.is_inside(run):
         workbench.upload(path, msgspec.json.encode(run.desired()))
-    deadline = time.monotonic() + max(grace_s, 1.0)
-    while time.monotonic() < deadline:
+
+    def is_over() -> bool:
         if workbench.download(drained) is not None:
-            return
+            return True
         rows = [workbench.application(str(row["id"])) for row in gateways]
-        if not any(words.life(row) == "placed" for row in rows):
-            return
-        time.sleep(0.5)
+        return not any(words.life(row) == "placed" for row in rows)
+
+    wait(is_over, max(grace_s, 1.0))
 
 
 def _workloads(workbench: Workbench, name: str) -> tuple[list[Object], list[Object]]:
@@ -70,11 +73,18 @@ def without_folder(workbench: Workbench, place: folder.Place) -> list[Left]:
             where = f'project "{place.project or place.project_id}" of {place.workbench}'
             what = f'{count} workload{"s" if count > 1 else ""} of "{name}"'
             lost.append(Left(placing.TARGET, name, where, what, msgspec.to_builtins(place)))
+    where = f'project "{place.project or place.project_id}" of {place.workbench}'
+    for own, count in measuring.lost(workbench).items():
+        what = f"{count} workload{'s' if count > 1 else ''} of a measurement of `doctor`"
+        lost.append(Left(placing.TARGET, f"{_MEASUREMENT}{own}", where, what, msgspec.to_builtins(place)))
     return lost
 
 
 def end_lost(workbench: Workbench, name: str) -> None:
-    """Stop and delete what a deployment without a folder has left.  Raises PenstockError."""
+    """Stop and delete what a deployment without a folder, or a measurement, has left.  Raises PenstockError."""
+    if name.startswith(_MEASUREMENT):
+        measuring.remove(workbench, name.removeprefix(_MEASUREMENT))
+        return
     if workbench.download(names.in_project(f"{names.run_path(name)}/run.json")) is not None:
         raise PenstockError(f'cannot remove workloads of "{name}": it was started again')
     applications, jobs = _workloads(workbench, name)

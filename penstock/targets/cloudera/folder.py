@@ -166,14 +166,14 @@ def adopt(workbench: Workbench, name: str, block: Cloudera) -> Run | None:
 
 def remove(workbench: Workbench, name: str) -> None:
     """The run folder in the project, files first: whether a folder goes with what is in it is not documented."""
-    _remove(workbench, _there(name), _MOST_DEPTH)
+    remove_folder(workbench, _there(name))
 
 
-def _remove(workbench: Workbench, folder: str, depth: int) -> None:
+def remove_folder(workbench: Workbench, folder: str, depth: int = _MOST_DEPTH) -> None:
     for row in workbench.files(folder) if depth else ():
         path = path_of(row, folder)
         if row.get("is_dir"):
-            _remove(workbench, path, depth - 1)
+            remove_folder(workbench, path, depth - 1)
         else:
             workbench.delete_file(path)
     with contextlib.suppress(PenstockError):  # an empty folder may be no file that can be deleted

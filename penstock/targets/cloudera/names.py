@@ -16,11 +16,17 @@ HOME = f"{PROJECT_FOLDER}/.penstock"  # PENSTOCK_HOME of the pods
 GATEWAY_ADMIN_PORT, GATEWAY_PAGE_PORT = 8001, 8002  # on the pod's address; the second is for the chat page's pod
 # In the run folder: the gateway has drained, so that nodes may end; what a node says of its pod.
 DRAINED, PODS = "gateway/drained", "pods"
+# Of nodes that are workers: what the launcher has noted, and that it shall stop all.
+WORKERS, WORKERS_END = "workers.json", "workers.end"
 SCRIPT, APPLICATION, PAGE, NODE = "start.py", "application.json", "page.json", "node.json"
 REPLICA, RANK = "{replica}", "{rank}"
 # Subdomains are DNS labels, and unique in a workbench.
 _FRONT = "penstock-"
 _OURS = re.compile(r"penstock-(?P<name>[a-z0-9][a-z0-9-]*)-(?P<launch>[0-9a-f]{12})-(?P<part>gateway|ui|r\d+-n\d+)\Z")
+
+
+# Of `doctor`'s measurements: no part of a deployment, also not of one with the name "doctor".
+_PROBE = re.compile(r"penstock-doctor-(?P<id>[0-9a-f]{12})-(application|job-[01])\Z")
 
 
 def block_of(deployment: Deployment) -> Cloudera:
@@ -60,6 +66,26 @@ def is_of(title: str, name: str) -> bool:
     """Whether a workload of that name belongs to a deployment, of any launch."""
     match = _OURS.match(title)
     return match is not None and match["name"] == name
+
+
+def probe(own: str, part: str) -> str:
+    """The name of a workload of a measurement."""
+    return f"{_FRONT}doctor-{own}-{part}"
+
+
+def probe_domain(own: str) -> str:
+    return f"{_FRONT}doctor-{own}"
+
+
+def probe_folder(own: str) -> str:
+    """As the API has it."""
+    return in_project(f"{HOME}/doctor/{own}")
+
+
+def probe_in(title: str) -> str | None:
+    """The measurement that a workload of that name belongs to."""
+    match = _PROBE.match(title)
+    return None if match is None else match["id"]
 
 
 def deployment_in(title: str) -> str | None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from penstock import processes
 from penstock.errors import PenstockError
 from penstock.run_folder import Handle, Run, Unit, order, unit_of
-from penstock.targets.cloudera import folder, names, session, words, workloads
+from penstock.targets.cloudera import folder, names, session, words, workers, workloads
 from penstock.targets.cloudera.api import Object, Workbench
+from penstock.targets.waiting import wait
 from penstock.wire.client import Client
 
 TARGET = "cloudera"
-_POLL_S, _ADMIN_S = 0.5, 3.0
+_ADMIN_S = 3.0
 _TIDY_S = 15.0  # beyond its drain a node ends its engine
 STOP_S = 60.0  # until the workbench has stopped what it was asked to
 _HUNG_GRACE_S = 2.0
@@ -32,12 +32,30 @@ def place(workbench: Workbench, run: Run, units: Collection[Unit]) -> Handle:
         folder.send_code(workbench, workloads.code_of(run.deployment()))
         if not is_inside:
             folder.send(workbench, run)
-    problems: list[PenstockError] = []
     leaving = {
         key: entries.pop(key) for key in list(entries) if key.startswith("replica/") and unit_of(key) not in units
     }
-    _end_replicas(workbench, run, leaving, is_inside)
     wanted = [unit for unit in sorted(units, key=order) if unit.kind == "replica"]
+    if workers.are_used(run.deployment()):
+        problems = list[PenstockError]()
+        _order_workers(workbench, run, wanted, leaving, entries, is_inside)
+    else:
+        _end_replicas(workbench, run, leaving, is_inside)
+        problems = _place_jobs(workbench, run, wanted, entries)
+    if problems and not entries:
+        raise problems[0]
+    _place_services(workbench, run, units, entries, is_inside)
+    if problems and entries == before:
+        raise problems[0]
+    if workers.are_used(run.deployment()) and not is_inside and entries != before:
+        _write_handle(workbench, run, entries, is_inside)  # the launcher reads it there
+        workers.await_stop(workbench, run, _names_of(leaving))
+    return Handle(TARGET, {unit.key: entries[unit.key] for unit in sorted(map(unit_of, entries), key=order)})
+
+
+def _place_jobs(workbench: Workbench, run: Run, wanted: Sequence[Unit], entries: Entries) -> list[PenstockError]:
+    """Start the nodes of these replicas that do not run; why some could not be started."""
+    problems: list[PenstockError] = []
     jobs: dict[str, Object] | None = None
     for unit in wanted:
         missing = _missing_ranks(workbench, run, entries.get(unit.key))
@@ -50,12 +68,23 @@ def place(workbench: Workbench, run: Run, units: Collection[Unit]) -> Handle:
             problems.append(exc)
     if jobs is not None:
         _sweep_jobs(workbench, run, entries)
-    if problems and not entries:
-        raise problems[0]
-    _place_services(workbench, run, units, entries, is_inside)
-    if problems and entries == before:
-        raise problems[0]
-    return Handle(TARGET, {unit.key: entries[unit.key] for unit in sorted(map(unit_of, entries), key=order)})
+    return problems
+
+
+def _order_workers(
+    workbench: Workbench, run: Run, wanted: Sequence[Unit], leaving: Entries, entries: Entries, is_inside: bool
+) -> None:
+    """The launcher in the application launches what the handle names, and stops what it does not."""
+    if leaving and is_inside:
+        workers.leave(workbench, run, leaving, _names_of(leaving), run.plan().drain_s + _TIDY_S)
+    application = find_gateway(workbench, run)
+    known = workers.look(workbench, run, application)
+    for unit in wanted:
+        entries[unit.key] = workers.named(entries.get(unit.key), known, run.plan().n_nodes)
+
+
+def _names_of(entries: Entries) -> set[str]:
+    return {str(name) for entry in entries.values() for name in entry["workers"]}
 
 
 # ---- applications ----------------------------------------------------------------------------------------------------
@@ -68,7 +97,10 @@ def _place_services(workbench: Workbench, run: Run, units: Collection[Unit], ent
         had = {unit_of(key) for key in entries if unit_of(key).kind in kinds}
         application = next((str(entries[unit.key]["application"]) for unit in had), None)
         is_own = is_inside and part == "gateway" and session.is_application()
-        if not wanted:
+        launches = part == "gateway" and workers.are_used(run.deployment())
+        if launches and application is None:
+            application = _find_application(workbench, run, part)
+        if not wanted and not (launches and any(unit.kind == "replica" for unit in units)):
             if application is not None and not is_own:
                 end_application(workbench, application)
             _replace(entries, had, {})
@@ -83,12 +115,13 @@ def _place_services(workbench: Workbench, run: Run, units: Collection[Unit], ent
         application = application or _find_application(workbench, run, part)
         row = workbench.application(application) if application is not None else None
         is_new = row is None
-        if row is None or words.life(row) == "gone" or had != wanted:
+        # A program with a launcher is not restarted for other units, since its workers would end: it reads the handle.
+        if row is None or words.life(row) == "gone" or (had != wanted and not launches):
             # Before it starts: its program reads there which units it is.
             _replace(entries, had, {unit.key: {"application": application} for unit in wanted})
             _write_handle(workbench, run, entries, is_inside)
             row = _start_application(workbench, run, part, row)
-        _replace(entries, wanted, {unit.key: {"application": str(row["id"])} for unit in wanted})
+        _replace(entries, had | wanted, {unit.key: {"application": str(row["id"])} for unit in wanted})
         if is_new:
             _write_handle(workbench, run, entries, is_inside)
 
@@ -103,6 +136,13 @@ def _write_handle(workbench: Workbench, run: Run, entries: Entries, is_inside: b
     run.write_handle(Handle(TARGET, entries))
     if not is_inside:
         folder.send_file(workbench, run, "handle.json")
+
+
+def find_gateway(workbench: Workbench, run: Run) -> Object | None:
+    """The application with gateway, controller and launcher; None when there is none."""
+    ids = [entry["application"] for key, entry in run.handle().units.items() if unit_of(key).kind == "gateway"]
+    application = str(ids[0]) if ids and ids[0] is not None else _find_application(workbench, run, "gateway")
+    return None if application is None else workbench.application(application)
 
 
 def _find_application(workbench: Workbench, run: Run, part: str) -> str | None:
@@ -224,13 +264,3 @@ def runs_of(workbench: Workbench, jobs: Sequence[Object]) -> list[tuple[str, str
         rows = [row for row in workbench.runs(str(job["id"])) if words.life(row) != "gone"]
         pairs += [(str(job["id"]), str(row["id"])) for row in rows] or [(str(job["id"]), "")]
     return pairs
-
-
-def wait(is_so: Callable[[], object], timeout_s: float) -> bool:
-    """Whether it became so in time. Blocks."""
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_S)
-    return True

@@ -19,6 +19,11 @@ def is_in_pod() -> bool:
     return "CDSW_PROJECT_ID" in os.environ
 
 
+def is_in_project(workbench: Workbench) -> bool:
+    """Whether this pod is of that project, and so sees its files."""
+    return os.environ.get("CDSW_PROJECT_ID") == workbench.project_id
+
+
 def is_application() -> bool:
     """Whether this process is in the application with gateway and controller."""
     return os.environ.get("PENSTOCK_UNIT") == "gateway"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -95,6 +96,12 @@ def argv_of(interpreter: str) -> list[str]:
     return [*words, "penstock.node", launch, "--replica", replica, "--rank", rank, "--kill-after", "3600"]
 
 
+def the_launcher() -> Any:
+    """Of workers. It marks those of an earlier start as gone before the controller looks."""
+    module = runpy.run_path(str(CODE / "penstock" / "targets" / "cloudera" / "launcher.py"))
+    return module["Launcher"](RUN, say)
+
+
 def note(**facts: object) -> None:
     """What penstock cannot learn from the API: the pod's address, when its time is over, how it ended."""
     path = RUN / "pods" / f"{UNIT}.json"
@@ -116,7 +123,7 @@ def main() -> None:
         "engine": os.environ.get("CDSW_ENGINE_ID"),
         "began_at": began,
     }
-    if UNIT not in ("gateway", "ui") and minutes.isdigit():
+    if UNIT not in ("gateway", "ui") and "PENSTOCK_WORKER" not in os.environ and minutes.isdigit():
         pod["ends_at"] = began + 60 * int(minutes)
     note(**pod)
     try:
@@ -129,6 +136,7 @@ def main() -> None:
     env = {**os.environ, "PENSTOCK_HOME": FACTS["home"], "PYTHONPATH": str(CODE)}
     if UNIT in ("gateway", "ui") and (RUN / "ca.pem").exists():
         env["SSL_CERT_FILE"] = str(RUN / "ca.pem")  # they call the workbench, and download nothing
+    launcher = the_launcher() if UNIT == "gateway" and FACTS["nodes"] == "workers" else None
     with (RUN / "logs" / f"{LOG}.log").open("ab") as log:
         child = subprocess.Popen(
             argv_of(interpreter), env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -136,6 +144,8 @@ def main() -> None:
     is_asked = False
     while child.poll() is None:
         time.sleep(LOOK_S)
+        if launcher is not None:
+            launcher.step()
         if UNIT not in ("gateway", "ui") and not is_asked and (RUN / "gateway" / "drained").exists():
             is_asked = True
             child.terminate()

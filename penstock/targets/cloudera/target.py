@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
 
-from penstock.errors import PenstockError, Problem
+from penstock.errors import Finding, PenstockError, Problem
 from penstock.hardware import Machine
 from penstock.paths import home
 from penstock.run_folder import (
@@ -33,7 +33,7 @@ from penstock.run_folder import (
 from penstock.spec.blocks import Cloudera
 from penstock.spec.deployment import Deployment
 from penstock.targets import Adopted, Placement, Target, Tunnel, machines_of_file
-from penstock.targets.cloudera import checks, ending, folder, logs, names, placing, session, view, workloads
+from penstock.targets.cloudera import checks, ending, folder, logs, measuring, names, placing, session, view, workloads
 from penstock.targets.cloudera.api import Workbench
 from penstock.targets.cloudera.folder import Place
 from penstock.targets.tunnel import forwarded
@@ -43,7 +43,7 @@ _FRESH_S = 2.0
 
 class ClouderaAi(Target):
     name = "cloudera"
-    capabilities = frozenset({"places-gateway", "tunnels"})
+    capabilities = frozenset({"places-gateway", "tunnels", "measures"})
     listen = "network"
     has_own_caches = True
     is_elastic = True
@@ -82,6 +82,11 @@ class ClouderaAi(Target):
         _, self._choices = checks.examine(workbench, deployment)
         return [checks.machine(deployment, self._choices)]
 
+    def measure(self, deployment: Deployment, download_bytes: int | None, say: Callable[[str], None]) -> list[Finding]:
+        workbench = self._connected(names.block_of(deployment))
+        _, choices = checks.examine(workbench, deployment)
+        return measuring.measure(workbench, deployment, choices.runtime, download_bytes, say)
+
     def render(self, launch: Launch, python: str, deployment: Deployment) -> Artifact:
         return workloads.artifact(launch, deployment, self._choices)
 
@@ -105,10 +110,12 @@ class ClouderaAi(Target):
             # What the workbench does not tell has not changed: pods run without its API.
             unknown = Placement("placed", exc.message)
             return {unit: msgspec.structs.replace(before.get(unit, unknown), reason=exc.message) for unit in units}
-        self._last[str(run.path)] = (now, placements)
-        runs = any(unit.kind == "gateway" and place.state == "placed" for unit, place in placements.items())
-        if runs and not session.is_inside(run) and not run.gateway_address_file.exists():
+        gateway = next((u for u, place in placements.items() if u.kind == "gateway" and place.state == "placed"), None)
+        if gateway is not None and not session.is_inside(run) and not run.gateway_address_file.exists():
             folder.fetch_address(self._workbench_of(run), run)
+            if not run.gateway_address_file.exists():
+                placements[gateway] = Placement("queued", "the gateway starts in its application")
+        self._last[str(run.path)] = (now, placements)
         return placements
 
     def logs(self, run: Run, unit: Unit, follow: bool, last: int | None = None) -> Iterator[str]:

@@ -12,27 +12,35 @@ import msgspec
 from penstock.errors import PenstockError
 from penstock.run_folder import Run, Unit, order, unit_of
 from penstock.targets import Placement
-from penstock.targets.cloudera import names, session, words
+from penstock.targets.cloudera import names, placing, session, words, workers
 from penstock.targets.cloudera.api import Object, Workbench
 from penstock.targets.cloudera.words import NodeRun, PodNote
+from penstock.targets.cloudera.workers import Worker
 
 _ASK_WHY_S = 30.0  # a run that waits for longer may have a reason
 _LAST_BYTES = 64 * 1024 * 1024
+_ORDERED = Worker("scheduling")  # the launcher has not read the handle yet
 
 
 def look(workbench: Workbench, run: Run) -> dict[Unit, Placement]:
     """The placement of every unit in the run's handle.  Raises PenstockError."""
     units = run.handle().units
-    rows: dict[str, Object | None] = {}
+    rows: dict[str | None, Object | None] = {}
     placements = {}
+    launched: dict[str, Worker] | None = None
     for unit in sorted(map(unit_of, units), key=order):
         entry = units[unit.key]
+        if unit.kind == "replica" and "workers" in entry:
+            if launched is None:
+                launched = workers.look(workbench, run, placing.find_gateway(workbench, run))
+            placements[unit] = _replica_of_workers(workbench, run, unit, entry, launched)
+            continue
         if unit.kind == "replica":
             placements[unit] = _replica(workbench, run, unit, entry)
             continue
-        application = str(entry["application"])
+        application = entry["application"]  # None: it was not created yet
         if application not in rows:
-            rows[application] = workbench.application(application) if application != "None" else None
+            rows[application] = workbench.application(application) if application is not None else None
         what = "chat page" if unit.kind == "ui" else "gateway"
         placements[unit] = words.placement_of_application(rows[application], what)
     return placements
@@ -46,6 +54,18 @@ def _replica(workbench: Workbench, run: Run, unit: Unit, entry: Mapping[str, Any
         note = pod_note(workbench, run, names.node_part(unit.name, rank), row)
         nodes[rank] = NodeRun(row, note, _failure(workbench, row), template["memory"])
     return words.placement_of_replica(nodes) if nodes else Placement("gone", "it has no job")
+
+
+def _replica_of_workers(
+    workbench: Workbench, run: Run, unit: Unit, entry: Mapping[str, Any], launched: Mapping[str, Worker]
+) -> Placement:
+    template = msgspec.json.decode(run.artifact().files[names.NODE])
+    nodes = {}
+    for rank, name in enumerate(entry["workers"]):
+        worker = launched.get(name, _ORDERED)
+        note = pod_note(workbench, run, names.node_part(unit.name, rank), worker.row)
+        nodes[rank] = NodeRun(worker.row, note, worker.reason, template["memory"])
+    return words.placement_of_replica(nodes, "worker")
 
 
 def _failure(workbench: Workbench, row: Object | None) -> str | None:

@@ -67,12 +67,13 @@ def life(row: Object | None) -> Life:
     return "gone" if row is None else _LIVES[word(row)]
 
 
-def placement_of_replica(nodes: Mapping[int, NodeRun]) -> Placement:
+def placement_of_replica(nodes: Mapping[int, NodeRun], what: Literal["job", "worker"] = "job") -> Placement:
+    """`what`: a node is."""
     lives = {rank: life(node.row) for rank, node in nodes.items()}
     gone = [rank for rank, state in lives.items() if state == "gone"]
     many = len(nodes) > 1
     if gone:
-        reasons = [f"{f'node {rank} ' if many else 'its job '}{why_gone(nodes[rank])}" for rank in gone]
+        reasons = [f"{f'node {rank} ' if many else f'its {what} '}{why_gone(nodes[rank])}" for rank in gone]
         is_stopped = all(word(nodes[rank].row) == "STOPPED" for rank in gone)
         state: Literal["gone", "broken"] = "gone" if len(gone) == len(nodes) else "broken"
         return Placement(state, "; ".join(reasons), is_final=is_stopped and state == "gone")

@@ -140,6 +140,7 @@ def script(deployment: Deployment, plan: Plan) -> str:
         "run": names.run_path(deployment.name),
         "code": f"{names.HOME}/code/{code.hash}",
         "python": block.python,
+        "nodes": block.nodes,
         "venv": f"{names.HOME}/python/{digest}",
         "requirements": requirements,
         "pip": env,

@@ -11,7 +11,7 @@ from penstock.targets.kubernetes import objects, scaling, weights
 from penstock.targets.kubernetes.api import Api, ApiError
 from penstock.targets.kubernetes.objects import Object
 from penstock.targets.kubernetes.placing import SPARE_S
-from penstock.targets.kubernetes.view import wait
+from penstock.targets.waiting import wait
 
 # All that a deployment may have, in the order in which it is deleted; ConfigMaps are last, with them the anchor.
 _KINDS = (

@@ -12,7 +12,8 @@ from penstock.run_folder import Run, Unit, replica, unit_of
 from penstock.targets.kubernetes import folder, manifests, objects, scaling, weights, words
 from penstock.targets.kubernetes.api import Api, ApiError
 from penstock.targets.kubernetes.objects import Object, block_of
-from penstock.targets.kubernetes.view import SETS, by_replica, look, revision_of, wait
+from penstock.targets.kubernetes.view import SETS, by_replica, look, revision_of
+from penstock.targets.waiting import wait
 from penstock.wire.announcement import engine_key, scrape_key
 
 SPARE_S = 30.0  # beyond the pods' own grace, until the API has deleted them

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
@@ -14,7 +13,6 @@ from penstock.targets.kubernetes import manifests, objects, weights
 from penstock.targets.kubernetes.api import Api, ApiError
 from penstock.targets.kubernetes.objects import Object, block_of
 
-_POLL_S = 0.3
 SETS = {"statefulset": "StatefulSet", "lws": "LeaderWorkerSet"}
 
 
@@ -73,13 +71,3 @@ def revision_in(template: str) -> str:
 def is_ready(row: Object) -> bool:
     conditions = row.get("status", {}).get("conditions") or []
     return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
-
-
-def wait(is_so: Callable[[], Any], timeout_s: float) -> bool:
-    """Whether it became so in time. Blocks."""
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_S)
-    return True

@@ -6,6 +6,7 @@ with Workbench(pods) as workbench:
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import socket
@@ -25,7 +26,7 @@ from penstock.testing.fake_workbench.workloads import APP_PORT, Pods, Workload, 
 
 PROJECT, PROJECT_ID = "llm", "proj-1111-2222-3333"
 RUNTIME = "registry.example/ml-runtime-pbj-workbench-python3.11-standard:2026.04.2-b16"
-_PAGE = 2
+_PAGE, _V1_KEY = 2, "v1-key-of-ada"
 _PIECE = 65536
 
 
@@ -54,9 +55,11 @@ class Workbench:
         ]
         self.allows_public = True
         self.refusals: list[tuple[int, str]] = []  # the next calls get these, in this order
+        self.refuses_workers: str | None = None  # why a worker is not launched
         self.refuses_creation: tuple[int, str] | None = None  # every POST of a job, as over a quota
         self.calls: list[str] = []
         self.cut_streams_after_s: float | None = None
+        self.buffers_streams = False  # as a proxy that passes an answer on when it is whole
         workbench = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -78,7 +81,7 @@ class Workbench:
         self.url = f"http{'s' if tls else ''}://{self.domain}"
         env = {
             "CDSW_PROJECT_ID": PROJECT_ID, "CDSW_PROJECT": PROJECT, "CDSW_DOMAIN": self.domain,
-            "CDSW_APIV2_KEY": self.key, "HOME": "/home/cdsw",
+            "CDSW_APIV2_KEY": self.key, "CDSW_API_KEY": _V1_KEY, "HOME": "/home/cdsw", "FAKE_VINTAGE": vintage,
         }  # fmt: skip
         self.workloads = Workloads(pods, env)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
@@ -120,6 +123,9 @@ class Workbench:
     def _answer(self, handler: BaseHTTPRequestHandler, data: bytes) -> tuple[int, Any]:
         parts = urllib.parse.urlsplit(handler.path)
         self.calls.append(f"{handler.command} {parts.path}")
+        engine = re.fullmatch(r"/api/v1/engines/([^/]+)/workers(?:/([^/]+)/stop)?", parts.path)
+        if engine is not None:
+            return self._workers(handler, engine[1], engine[2], data)
         if handler.headers.get("authorization") != f"Bearer {self.key}":
             return _refusal(401, "Unauthorized")
         if self.refusals:
@@ -276,6 +282,31 @@ class Workbench:
                 return "too many GPUs for a workload"
         return None
 
+    def _workers(self, handler: BaseHTTPRequestHandler, engine: str, own: str | None, data: bytes) -> tuple[int, Any]:
+        """What the module cml.workers_v1 of a kernel asks."""
+        if handler.headers.get("authorization") != f"Basic {base64.b64encode(f'{_V1_KEY}:'.encode()).decode()}":
+            return _refusal(401, "Unauthorized")
+        loads = self.workloads
+        if own is not None:
+            worker = next((row for row in loads.workers_of(engine) if row.record["id"] == own), None)
+            if worker is None:
+                return _refusal(404, "worker not found")
+            loads.stop(worker)
+            return 200, {}
+        if handler.command == "GET":
+            return 200, [{"id": row.record["id"], "status": row.status.lower()} for row in loads.workers_of(engine)]
+        body = json.loads(data)
+        label = body.get("accelerator_label_id")
+        problem = self.refuses_workers
+        if not (self.pods.folder / body["script"]).is_file():
+            problem = f"script {body['script']} does not exist"
+        elif label is not None and label not in [int(row["id"]) for row in self.labels]:
+            problem = f"no accelerator label {label}"
+        if problem is not None:
+            return 200, {"engineId": engine, "message": problem}
+        row = loads.launch_worker(engine, body)
+        return (200, row) if row is not None else _refusal(404, "engine not found")
+
     # ---- files -------------------------------------------------------------------------------------------------------
 
     def _file(self, handler: BaseHTTPRequestHandler, path: str, data: bytes) -> tuple[int, Any]:
@@ -349,11 +380,17 @@ class Workbench:
             with socket.create_connection((found.pod.address, APP_PORT), 5.0) as sock:
                 sock.settimeout(self.cut_streams_after_s or 60.0)
                 sock.sendall(head + body)
+                whole = b""
                 while piece := sock.recv(_PIECE):
+                    whole += piece
+                    if self.buffers_streams:
+                        continue
                     handler.wfile.write(piece)
                     handler.wfile.flush()
                     if self.cut_streams_after_s is not None and time.monotonic() - began > self.cut_streams_after_s:
                         return
+                if self.buffers_streams:
+                    handler.wfile.write(whole)
         except OSError:
             return
 

@@ -17,6 +17,7 @@ APP_PORT, READONLY_PORT = 8090, 8100
 _LOOK_S, _POLL_S = 0.1, 1.0
 _STOP_S = 0.5  # a stop kills, and takes a moment
 _DEFAULT_MINUTES = "10080"
+_ENGINES = itertools.count(1)
 
 
 class Pod(Protocol):
@@ -46,6 +47,8 @@ class Workload:
     def __init__(self, record: dict[str, Any], body: dict[str, Any], prefix: str) -> None:
         self.record, self.body, self.prefix = record, body, prefix
         self.status = "SCHEDULING" if prefix == "ENGINE_" else "STARTING"
+        self.engine = f"{record['id']}-{next(_ENGINES):x}"  # new for each start
+        self.master: Workload | None = None  # of a worker: the engine that launched it
         self.pod: Pod | None = None
         self.kills_at: float | None = None
         self.fault: str | None = None
@@ -66,6 +69,7 @@ class Workloads:
         self._pods, self._env = pods, dict(env)
         self.lock = threading.RLock()
         self.applications: dict[str, Workload] = {}
+        self.workers: dict[str, Workload] = {}
         self.jobs: dict[str, dict[str, Any]] = {}
         self.runs: dict[str, Workload] = {}
         self.next_fault: str | None = None  # of the next run: "schedules for ever", "fails", "times out"
@@ -77,7 +81,7 @@ class Workloads:
     def close(self) -> None:
         self._over.set()
         self._thread.join()
-        for workload in [*self.applications.values(), *self.runs.values()]:
+        for workload in [*self.applications.values(), *self.runs.values(), *self.workers.values()]:
             if workload.pod is not None:
                 workload.pod.kill()
 
@@ -99,6 +103,7 @@ class Workloads:
             before = self.applications[own]
             if before.pod is not None:
                 before.pod.kill()
+            self._end_workers(before)
             self.applications[own] = Workload(before.record, before.body, "APPLICATION_")
 
     def create_job(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +124,26 @@ class Workloads:
             self.runs[own].fault, self.next_fault = self.next_fault, None
             return self.runs[own].row()
 
+    def launch_worker(self, engine: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        """None where no engine of that id runs."""
+        with self.lock:
+            every = [*self.applications.values(), *self.runs.values()]
+            master = next((row for row in every if row.engine == engine and row.pod is not None), None)
+            if master is None:
+                return None
+            own = self.new_id()
+            self.workers[own] = Workload({"id": own, "created_at": _now()}, body, "ENGINE_")
+            self.workers[own].master = master
+            return {"id": own, "app_url": f"http://{own}.example"}
+
+    def workers_of(self, engine: str) -> list[Workload]:
+        return [row for row in list(self.workers.values()) if row.master is not None and row.master.engine == engine]
+
+    def _end_workers(self, master: Workload) -> None:
+        for worker in list(self.workers.values()):
+            if worker.master is master and not worker.is_over:
+                self._end(worker, "STOPPED")
+
     def is_active(self, job: str) -> bool:
         return any(run.record["job_id"] == job and not run.is_over for run in self.runs.values())
 
@@ -132,7 +157,7 @@ class Workloads:
     def _move(self) -> None:
         while not self._over.wait(_LOOK_S):
             with self.lock:
-                every = [*self.applications.values(), *self.runs.values()]
+                every = [*self.applications.values(), *self.runs.values(), *self.workers.values()]
             for workload in every:
                 self._step(workload)
 
@@ -163,7 +188,7 @@ class Workloads:
     def _start(self, workload: Workload) -> None:
         env = {
             **self._env,
-            "CDSW_ENGINE_ID": workload.record["id"],
+            "CDSW_ENGINE_ID": workload.engine,
             "CDSW_APP_PORT": str(APP_PORT),
             "CDSW_READONLY_PORT": str(READONLY_PORT),
             "CDSW_CPU_MILLICORES": str(int(workload.body["cpu"] * 1000)),
@@ -171,6 +196,8 @@ class Workloads:
             "JOB_MAXIMUM_MINUTES": _DEFAULT_MINUTES,
             **workload.body.get("environment", {}),
         }
+        if workload.master is not None and workload.master.pod is not None:
+            env |= {"CDSW_MASTER_ID": workload.master.engine, "CDSW_MASTER_IP": workload.master.pod.address}
         pod = self._pods.start(workload.body["script"], env)
         if pod is None:
             return
@@ -186,6 +213,7 @@ class Workloads:
         with self.lock:
             workload.pod, workload.status = None, status
             workload.record["finished_at" if workload.prefix == "ENGINE_" else "stopped_at"] = _now()
+        self._end_workers(workload)
 
     def _answers(self, workload: Workload) -> bool:
         assert workload.pod is not None

@@ -1,0 +1,229 @@
+"""What of a workbench cannot be known before: `doctor` measures it with two jobs and an application, without GPUs.
+
+They bear names of their own, end by themselves, and are removed also when `doctor` is interrupted; what a killed one
+leaves, the next one and `clean` remove.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from importlib import resources
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from penstock.errors import Finding, PenstockError
+from penstock.models import sources
+from penstock.spec.deployment import Deployment
+from penstock.targets.cloudera import findings, folder, names, placing, words
+from penstock.targets.cloudera.api import Object, Workbench, application_url
+from penstock.targets.cloudera.findings import Note, Reading, Stream
+from penstock.targets.cloudera.names import block_of
+from penstock.targets.waiting import wait
+from penstock.text import MIB
+from penstock.wire.answers import HttpError
+from penstock.wire.client import tls_context
+
+Say = Callable[[str], None]
+
+APPLICATION, JOBS = "application", ("job-0", "job-1")
+START_S, STREAM_S, ANSWER_S = 240.0, 40.0, 60.0
+_LIFE_S = 900.0  # then the pods end by themselves, and what is left counts as lost
+_BEAT_S = 0.1
+_SAMPLE_BYTES = 64 * MIB
+_CPU, _MEMORY_GB = 1.0, 1.0
+# The gateway's, and two of those that engines choose: penstock's own range, and the system's.
+_RANGES = (range(20000, 32000), range(33000, 60000))
+
+
+def measure(
+    workbench: Workbench, deployment: Deployment, runtime: str, download_bytes: int | None, say: Say
+) -> list[Finding]:
+    """Blocks a minute or two, or until pods got no machine in four. Leaves nothing in the project."""
+    remove_lost(workbench)
+    own = secrets.token_hex(6)
+    say("measuring the workbench with two jobs and an application, without GPUs (a minute or two)")
+    probe = Probe(workbench, deployment, own)
+    try:
+        refusals = probe.start(runtime)
+        reading = probe.read()
+    finally:
+        remove(workbench, own)
+    return [*refusals, *findings.of_reading(reading, deployment, download_bytes)]
+
+
+class Probe:
+    def __init__(self, workbench: Workbench, deployment: Deployment, own: str) -> None:
+        self._workbench, self._deployment, self._own = workbench, deployment, own
+        self._runs: dict[str, tuple[str, str]] = {}
+        self._application = ""
+
+    # ---- workloads -----------------------------------------------------------------------------------------------
+
+    def start(self, runtime: str) -> list[Finding]:
+        """Send the script and start the pods; findings for what the workbench refused of the file.
+
+        Raises PenstockError where it refuses a job.
+        """
+        self._workbench.upload(self._file("probe.py"), self._script().encode())
+        public = block_of(self._deployment).public
+        body = {"script": self._file("probe.py"), "cpu": _CPU, "memory": _MEMORY_GB, "runtime_identifier": runtime}
+        for part in JOBS:
+            whole = {**body, "name": names.probe(self._own, part), "environment": {"PENSTOCK_PROBE": part}}
+            job = self._workbench.create_job(whole)
+            run = self._workbench.run_job(str(job["id"]))
+            self._runs[part] = (str(job["id"]), str(run["id"]))
+        environment = {"PENSTOCK_PROBE": APPLICATION, "CDSW_APP_POLLING_ENDPOINT": "/health"}
+        body |= {"name": names.probe(self._own, APPLICATION), "subdomain": names.probe_domain(self._own)}
+        body["environment"] = environment
+        try:
+            row = self._workbench.create_application({**body, "bypass_authentication": public})
+        except HttpError as exc:
+            if not public or exc.status != 403:
+                raise
+            refusal = findings.of_public(exc.message)
+            row = self._workbench.create_application({**body, "bypass_authentication": False})
+            self._application = str(row["id"])
+            return [refusal]
+        self._application = str(row["id"])
+        return []
+
+    def _script(self) -> str:
+        model, cache = self._deployment.model, self._deployment.cache.weights or "~/.cache/huggingface/hub"
+        if sources.is_remote(model):
+            model = f"{cache}/models--{sources.parse(model).name.replace('/', '--')}"
+        facts = {
+            "id": self._own,
+            "folder": f"{names.PROJECT_FOLDER}/{names.probe_folder(self._own)}",
+            "ports": [names.GATEWAY_ADMIN_PORT, *map(random.choice, _RANGES)],
+            "life_s": _LIFE_S,
+            "sample_bytes": _SAMPLE_BYTES,
+            "weights": model,
+        }
+        text = resources.files("penstock.targets.cloudera").joinpath("probe.py").read_text("utf-8")
+        return text.replace("FACTS: dict[str, Any] = {}", f"FACTS = {facts!r}")
+
+    def _file(self, name: str) -> str:
+        return f"{names.probe_folder(self._own)}/{name}"
+
+    # ---- readings ------------------------------------------------------------------------------------------------
+
+    def read(self) -> Reading:
+        notes: dict[str, Note] = {}
+        wait(lambda: self._are_whole(notes), START_S)
+        lives = {part: words.life(self._row(part)) for part in (APPLICATION, *JOBS)}
+        talking, silent = self._streams() if APPLICATION in notes else (None, None)
+        grace = self._stop() if JOBS[0] in notes else None
+        return Reading(notes, lives, talking, silent, STREAM_S, grace)
+
+    def _are_whole(self, notes: dict[str, Note]) -> bool:
+        """Whether each pod has tried to reach both others, or has ended. Fills `notes`."""
+        parts = (APPLICATION, *JOBS)
+        for part in parts:
+            data = self._workbench.download(self._file(f"{part}.json"))
+            if data is not None:
+                with contextlib.suppress(msgspec.MsgspecError):
+                    notes[part] = msgspec.json.decode(data, type=Note)
+        if all(part in notes and len(notes[part].reached) == len(parts) - 1 for part in parts):
+            return True
+        return any(words.life(self._row(part)) == "gone" for part in parts)
+
+    def _row(self, part: str) -> Object | None:
+        if part == APPLICATION:
+            return self._workbench.application(self._application)
+        return self._workbench.job_run(*self._runs[part])
+
+    def _streams(self) -> tuple[Stream, Stream]:
+        """One with an event a second, and one that is silent between its first and its last; both at once."""
+        url = application_url(self._workbench.url, names.probe_domain(self._own))
+        wait(lambda: self._asked(url, "/health", 10.0).status == 200, ANSWER_S)
+        results: dict[float, Stream] = {}
+
+        def ask(every_s: float) -> None:
+            path = f"/stream?seconds={STREAM_S}&every={every_s}"
+            results[every_s] = self._asked(url, path, STREAM_S + ANSWER_S)
+
+        paces = (min(1.0, STREAM_S / 5), STREAM_S)
+        threads = [threading.Thread(target=ask, args=(every_s,), daemon=True) for every_s in paces]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(STREAM_S + 2 * ANSWER_S)
+        lost = Stream(error="no end within its time")
+        return results.get(paces[0], lost), results.get(paces[1], lost)
+
+    def _asked(self, url: str, path: str, timeout_s: float) -> Stream:
+        parts = urlsplit(url)
+        kind: Any = http.client.HTTPConnection
+        options: dict[str, Any] = {}
+        if parts.scheme == "https":
+            kind, options = http.client.HTTPSConnection, {"context": tls_context(ca_file=self._workbench.ca_file)}
+        connection = kind(parts.netloc, timeout=timeout_s, **options)
+        began, first_s, last = time.monotonic(), None, b""
+        status: int | None = None
+        error: str | None = None
+        try:
+            connection.request("GET", path, headers={"authorization": f"Bearer {self._workbench.key}"})
+            answer = connection.getresponse()
+            status = answer.status
+            while piece := answer.read1(65536):
+                first_s = time.monotonic() - began if first_s is None else first_s
+                last = piece if b"data:" in piece else last
+        except (OSError, http.client.HTTPException) as exc:
+            error = str(exc) or type(exc).__name__
+        finally:
+            connection.close()
+        is_whole = b"data: end" in last
+        return Stream(status, first_s, time.monotonic() - began, is_whole, error)
+
+    def _stop(self) -> findings.Grace | None:
+        """Beats between the order to stop and the end: no clock of another machine is needed."""
+        before = self._beats().count("beat")
+        try:
+            self._workbench.stop_run(*self._runs[JOBS[0]])
+        except PenstockError:
+            return None
+        if not wait(lambda: words.life(self._row(JOBS[0])) == "gone", placing.STOP_S):
+            return findings.Grace(None, "SIGTERM" in self._beats())
+        text = self._beats()
+        return findings.Grace(max(0, text.count("beat") - before) * _BEAT_S, "SIGTERM" in text)
+
+    def _beats(self) -> str:
+        return (self._workbench.download(self._file("beats")) or b"").decode("ascii", "replace")
+
+
+# ---- what is left ----------------------------------------------------------------------------------------------------
+
+
+def remove(workbench: Workbench, own: str) -> None:
+    """End one measurement: its application, its jobs, its files. Raises PenstockError."""
+    with contextlib.suppress(PenstockError):  # pods that look end by themselves
+        workbench.upload(f"{names.probe_folder(own)}/end", b"")
+    for row in workbench.applications():
+        if names.probe_in(str(row.get("name"))) == own:
+            placing.end_application(workbench, str(row["id"]))
+    jobs = [row for row in workbench.jobs() if names.probe_in(str(row.get("name"))) == own]
+    placing.end_jobs(workbench, placing.runs_of(workbench, jobs))
+    folder.remove_folder(workbench, names.probe_folder(own))
+
+
+def lost(workbench: Workbench) -> dict[str, int]:
+    """Measurements that are over by their age, with how many workloads each has left."""
+    counts: dict[str, int] = {}
+    for row in [*workbench.applications(), *workbench.jobs()]:
+        own, at = names.probe_in(str(row.get("name"))), words.time_of(row.get("created_at"))
+        if own is not None and (at is None or time.time() - at > _LIFE_S):
+            counts[own] = counts.get(own, 0) + 1
+    return counts
+
+
+def remove_lost(workbench: Workbench) -> None:
+    for own in lost(workbench):
+        remove(workbench, own)

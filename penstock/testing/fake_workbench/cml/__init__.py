@@ -1,0 +1,1 @@
+"""The module that a workbench puts into its engines' Python."""
