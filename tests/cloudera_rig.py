@@ -6,6 +6,7 @@ def test_x(place: Place, workbench: Workbench) -> None:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -33,10 +34,14 @@ from penstock.testing.fake_workbench.workloads import APP_PORT
 DOMAIN = "cml.test"
 PLACE_S = 240.0
 SUBDOMAINS = ("penstock-one", "penstock-one-ui", "penstock-two")
-# What a pod has besides its script: the project's file system, and the proxy next to the engine.
+# What a pod has besides its script: the project's file system, a small /dev/shm, and the proxy next to the engine.
 _SET_UP = """
 mount -t tmpfs tmpfs /home && mkdir -p /home/cdsw && mount --bind {shared} /home/cdsw
+umount /dev/shm && mount -t tmpfs -o mode=1777,size={shm_mb}m tmpfs /dev/shm
 """
+# A process and all that it starts, in the pod's memory: beyond it the kernel kills, as in a container.
+_IN_CGROUP = 'echo 0 > {cgroup}/cgroup.procs && exec "$@"'
+_CGROUPS = Path("/sys/fs/cgroup/memory")
 _PROXY = """
 import asyncio, sys
 async def pipe(r, w):
@@ -88,6 +93,7 @@ class HostPods:
         self.folder = Path(tempfile.mkdtemp(dir=hosts.shared, prefix="project-"))
         self.folder.chmod(0o755)
         self.n_free: int | None = None  # fewer than there are hosts
+        self.shm_mb: Callable[[], int] = lambda: 64
 
     def start(self, script: str, env: Mapping[str, str]) -> HostPod | None:
         with self._lock:
@@ -97,19 +103,32 @@ class HostPods:
             host = free[0]
             self._busy.add(host.name)
         host.start()
-        host.run(["bash", "-ec", _SET_UP.format(shared=self.folder)])
+        host.run(["bash", "-ec", _SET_UP.format(shared=self.folder, shm_mb=self.shm_mb())])
         log = (self.hosts.base / "log" / f"{host.name}.pod").open("a")
         whole = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", **env, "CDSW_IP_ADDRESS": host.address}
         quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         host.popen([sys.executable, "-c", _PROXY, host.address, str(APP_PORT)], **quiet)
-        words = [sys.executable, str(Path(kernel.__file__)), script]
+        words = [*self._limited(host, env), sys.executable, str(Path(kernel.__file__)), script]
         process = host.popen(words, cwd="/home/cdsw", env=whole, **quiet)
         log.close()
         return HostPod(self, host, process)
 
+    def _cgroup(self, host: Host) -> Path:
+        return _CGROUPS / f"{self.hosts.base.name}-{host.name}"
+
+    def _limited(self, host: Host, env: Mapping[str, str]) -> list[str]:
+        """The words before a command that give it the pod's memory; none where this machine has no such cgroups."""
+        if not (_CGROUPS / "memory.limit_in_bytes").exists():
+            return []
+        self._cgroup(host).mkdir(exist_ok=True)
+        (self._cgroup(host) / "memory.limit_in_bytes").write_text(f"{env['CDSW_MEMORY_MB']}M")
+        return ["bash", "-c", _IN_CGROUP.format(cgroup=self._cgroup(host)), "pod"]
+
     def free(self, host: Host) -> None:
         """Power off, and forget what was on its disks."""
         host.kill()
+        with contextlib.suppress(FileNotFoundError):
+            self._cgroup(host).rmdir()
         shutil.rmtree(self.hosts.base / "hosts" / host.name, ignore_errors=True)
         self.hosts._furnish(host)
         with self._lock:
@@ -127,6 +146,7 @@ def a_workbench(hosts: Hosts, **options: Any) -> Iterator[Workbench]:
         file.write(f"{hosts.own_address} {names}\n")
     try:
         with Workbench(pods, DOMAIN, **options) as workbench:
+            pods.shm_mb = lambda: int(workbench.project["shared_memory_limit"])
             yield workbench
     finally:
         shutil.rmtree(pods.folder, ignore_errors=True)  # thousands of files, which the hosts' janitor would wait for

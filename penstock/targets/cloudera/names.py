@@ -17,10 +17,13 @@ GATEWAY_ADMIN_PORT, GATEWAY_PAGE_PORT = 8001, 8002  # on the pod's address; the 
 # In the run folder: the gateway has drained, so that nodes may end; what a node says of its pod.
 DRAINED, PODS = "gateway/drained", "pods"
 SCRIPT, APPLICATION, PAGE, NODE = "start.py", "application.json", "page.json", "node.json"
+WEIGHTS, WEIGHTS_PART = "weights.json", "weights"  # the job that fetches the model: its body, its part of names
 REPLICA, RANK = "{replica}", "{rank}"
 # Subdomains are DNS labels, and unique in a workbench.
 _FRONT = "penstock-"
-_OURS = re.compile(r"penstock-(?P<name>[a-z0-9][a-z0-9-]*)-(?P<launch>[0-9a-f]{12})-(?P<part>gateway|ui|r\d+-n\d+)\Z")
+_OURS = re.compile(
+    r"penstock-(?P<name>[a-z0-9][a-z0-9-]*)-(?P<launch>[0-9a-f]{12})-(?P<part>gateway|ui|weights|r\d+-n\d+)\Z"
+)
 
 
 def block_of(deployment: Deployment) -> Cloudera:

@@ -14,7 +14,7 @@ from typing import Any
 
 FACTS: dict[str, Any] = {}
 
-UNIT = os.environ["PENSTOCK_UNIT"]  # "gateway", "ui", "r0-n1"
+UNIT = os.environ["PENSTOCK_UNIT"]  # "gateway", "ui", "weights", "r0-n1"
 RUN, CODE, VENV = Path(FACTS["run"]), Path(FACTS["code"]), Path(FACTS["venv"])
 LOOK_S, INSTALL_S, SILENT_S = 1.0, 3600.0, 120.0
 
@@ -90,6 +90,8 @@ def argv_of(interpreter: str) -> list[str]:
     words = [interpreter, "-m"]
     if UNIT in ("gateway", "ui"):
         return [*words, "penstock.targets.cloudera.application", str(RUN), UNIT]
+    if UNIT == "weights":
+        return [*words, "penstock.targets.cloudera.weights", str(RUN)]
     replica, _, rank = UNIT[1:].partition("-n")
     launch = str(RUN / "artifact" / "launch.json")
     return [*words, "penstock.node", launch, "--replica", replica, "--rank", rank, "--kill-after", "3600"]
@@ -144,8 +146,8 @@ def main() -> None:
         raise RuntimeError(f"penstock ended with code {child.returncode}; its log: {RUN}/logs/{LOG}.log")
 
 
-if UNIT in ("gateway", "ui"):
-    LOG = "controller" if UNIT == "gateway" else "ui"
+if UNIT in ("gateway", "ui", "weights"):
+    LOG = "controller" if UNIT == "gateway" else UNIT
 else:
     LOG = f"replica-{UNIT[1:]}".replace("-n0", "")
 main()

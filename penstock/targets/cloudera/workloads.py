@@ -5,16 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 from importlib import resources
+from pathlib import PurePosixPath
 from typing import Any
 
 import msgspec
 
 from penstock.engines import load as load_engine
+from penstock.models import ModelFacts, hub, sources
 from penstock.planner import Plan
 from penstock.run_folder import Artifact, Launch
 from penstock.spec.deployment import DEMO_MODEL, Deployment
 from penstock.targets.cloudera import amp, names
-from penstock.targets.cloudera.names import APPLICATION, NODE, PAGE, RANK, REPLICA, SCRIPT, block_of
+from penstock.targets.cloudera.names import (
+    APPLICATION,
+    NODE,
+    PAGE,
+    RANK,
+    REPLICA,
+    SCRIPT,
+    WEIGHTS,
+    WEIGHTS_PART,
+    block_of,
+)
 from penstock.targets.code_archive import CodeArchive, code_archive
 from penstock.text import GIB
 
@@ -22,6 +34,8 @@ from penstock.text import GIB
 # CUDA's context and pinned buffers; a node 8 GiB once.
 _CPUS_PER_RANK, _RANK_BYTES, _NODE_BYTES, _CPU_SPARE_BYTES = 4, 16 * GIB, 8 * GIB, GIB
 _PAGE_CPU, _PAGE_MEMORY_GB = 1.0, 2.0
+_FETCH_CPU, _FETCH_MEMORY_GB = 2.0, 4.0  # eight files at once, and their hashes
+_HUB_CACHE = f"{names.PROJECT_FOLDER}/.cache/huggingface/hub"
 # The longest that a workbench allows, in minutes; a site may allow less, which the pod then reads of its own variable.
 # https://docs.cloudera.com/machine-learning/cloud/engines/topics/ml-environment-variables-engines.html
 _LONGEST_MINUTES = "35000"
@@ -52,19 +66,50 @@ def artifact(launch: Launch, deployment: Deployment, choices: Choices) -> Artifa
     }
     if deployment.chat_page is not None:
         files[PAGE] = _json(page(deployment, choices))
+    if comes_by_job(there.plan):
+        files[WEIGHTS] = _json(weights(deployment, choices))
     return Artifact(("POST", "/api/v2/projects/PROJECT/jobs", NODE), files | amp.files(deployment))
 
 
 def in_pods(launch: Launch, deployment: Deployment) -> Launch:
     """A launch with the paths that hold in the pods. Weights are not copied to a pod's own disk, which is small."""
     run = names.run_path(deployment.name)
+    plan = msgspec.structs.replace(launch.plan, model=_model_in_pods(launch.plan.model, launch.cache.folder))
     return msgspec.structs.replace(
         launch,
+        plan=plan,
         announce_urls=(),
         announce_file=f"{run}/gateway/address.json",
         token_file=f"{run}/secrets/admin-token",
         cache=msgspec.structs.replace(launch.cache, stage="none"),
     )
+
+
+def _model_in_pods(model: ModelFacts, folder: str | None) -> ModelFacts:
+    """A hub model at its path in the project; `folder`: where the file says that it is."""
+    place = hub.in_cache(model.path)
+    if place is None or folder is not None:
+        return model
+    path = PurePosixPath(_HUB_CACHE, place.folder, "snapshots", place.revision, place.inside)
+    return msgspec.structs.replace(model, path=str(path))
+
+
+def comes_by_job(plan: Plan) -> bool:
+    """Whether a job fetches the model into the project before nodes start."""
+    model = plan.model
+    return model.reference != DEMO_MODEL and "://" not in model.path and sources.is_remote(model.reference)
+
+
+def weights(deployment: Deployment, choices: Choices) -> dict[str, Any]:
+    """The job that fetches the model: no GPU waits for a hub."""
+    return {
+        "description": f"penstock: weights of {deployment.name}",
+        "script": _script_path(deployment),
+        "cpu": _FETCH_CPU,
+        "memory": _FETCH_MEMORY_GB,
+        "runtime_identifier": choices.runtime,
+        "environment": {"PENSTOCK_UNIT": WEIGHTS_PART, "JOB_MAXIMUM_MINUTES": _LONGEST_MINUTES},
+    }
 
 
 def application(deployment: Deployment, choices: Choices) -> dict[str, Any]:
