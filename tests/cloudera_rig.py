@@ -42,6 +42,7 @@ umount /dev/shm && mount -t tmpfs -o mode=1777,size={shm_mb}m tmpfs /dev/shm
 # A process and all that it starts, in the pod's memory: beyond it the kernel kills, as in a container.
 _IN_CGROUP = 'echo 0 > {cgroup}/cgroup.procs && exec "$@"'
 _CGROUPS = Path("/sys/fs/cgroup/memory")
+LIMITS_MEMORY = (_CGROUPS / "memory.limit_in_bytes").exists()
 _PROXY = """
 import asyncio, sys
 async def pipe(r, w):
@@ -74,15 +75,22 @@ socket.getaddrinfo = _ours
 class HostPod:
     """A script in a pod."""
 
-    def __init__(self, pods: HostPods, host: Host, process: subprocess.Popen[str]) -> None:
-        self._pods, self.host, self._process = pods, host, process
+    def __init__(self, pods: HostPods, host: Host, process: subprocess.Popen[str], memory_mb: int) -> None:
+        self._pods, self.host, self._process, self.memory_mb = pods, host, process, memory_mb
         self.address = host.address
 
     def poll(self) -> int | None:
-        return self._process.poll()
+        """The kernel kills one process that is beyond the pod's memory; with it a container ends as a whole."""
+        code = self._process.poll()
+        return 137 if code is None and self._pods.is_out_of_memory(self.host) else code
 
     def kill(self) -> None:
         self._pods.free(self.host)
+
+    def take_memory(self) -> None:
+        """Have a process in it take more memory than the pod has."""
+        words = [sys.executable, "-c", f"bytearray({self.memory_mb} << 20)"]
+        self.host.popen([*self._pods.in_cgroup(self.host), *words], stderr=subprocess.DEVNULL)
 
 
 class HostPods:
@@ -111,18 +119,28 @@ class HostPods:
         words = [*self._limited(host, env), sys.executable, str(Path(kernel.__file__)), script]
         process = host.popen(words, cwd="/home/cdsw", env=whole, **quiet)
         log.close()
-        return HostPod(self, host, process)
+        return HostPod(self, host, process, int(env["CDSW_MEMORY_MB"]))
 
     def _cgroup(self, host: Host) -> Path:
         return _CGROUPS / f"{self.hosts.base.name}-{host.name}"
 
     def _limited(self, host: Host, env: Mapping[str, str]) -> list[str]:
         """The words before a command that give it the pod's memory; none where this machine has no such cgroups."""
-        if not (_CGROUPS / "memory.limit_in_bytes").exists():
+        if not LIMITS_MEMORY:
             return []
         self._cgroup(host).mkdir(exist_ok=True)
         (self._cgroup(host) / "memory.limit_in_bytes").write_text(f"{env['CDSW_MEMORY_MB']}M")
+        return self.in_cgroup(host)
+
+    def in_cgroup(self, host: Host) -> list[str]:
         return ["bash", "-c", _IN_CGROUP.format(cgroup=self._cgroup(host)), "pod"]
+
+    def is_out_of_memory(self, host: Host) -> bool:
+        try:
+            words = (self._cgroup(host) / "memory.oom_control").read_text().split()
+        except OSError:
+            return False
+        return int(words[words.index("oom_kill") + 1]) > 0
 
     def free(self, host: Host) -> None:
         """Power off, and forget what was on its disks."""
@@ -209,9 +227,14 @@ def workbench(pod_hosts: Hosts) -> Iterator[Workbench]:
 
 @pytest.fixture
 def workbench_place(
-    tmp_path: Path, workbench: Workbench, pod_hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    workbench: Workbench,
+    pod_hosts: Hosts,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> Iterator[Place]:
-    """A place whose deployments run in the workbench; nothing of them may be left there."""
+    """A place whose deployments run in the workbench; nothing of them may be left there. A module's `PLACE_S` is the
+    time that its tests have."""
     monkeypatch.setenv("CDSW_APIV2_KEY", workbench.key)
     monkeypatch.setenv("OPENAI_API_KEY", "")
     monkeypatch.delenv("OPENAI_API_KEY")  # `chat` sets it to a key of the deployment
@@ -219,7 +242,7 @@ def workbench_place(
     forget = fresh_targets()
     with (
         on_this_network(pod_hosts.own_address, tmp_path, monkeypatch),
-        a_place(tmp_path, deadline_s=PLACE_S) as place,
+        a_place(tmp_path, deadline_s=getattr(request.module, "PLACE_S", PLACE_S)) as place,
     ):
         yield place
     forget()

@@ -131,6 +131,10 @@ def main() -> None:
     env = {**os.environ, "PENSTOCK_HOME": FACTS["home"], "PYTHONPATH": str(CODE)}
     if UNIT in ("gateway", "ui") and (RUN / "ca.pem").exists():
         env["SSL_CERT_FILE"] = str(RUN / "ca.pem")  # they call the workbench, and download nothing
+    dashboard_port = os.environ.get(FACTS["dashboard_port"] or "")
+    if UNIT.endswith("-n0") and dashboard_port:
+        env["PENSTOCK_RAY_DASHBOARD_PORT"] = dashboard_port
+        say(f"Ray's dashboard: https://{os.environ.get('CDSW_ENGINE_ID')}.{os.environ.get('CDSW_DOMAIN')}")
     with (RUN / "logs" / f"{LOG}.log").open("ab") as log:
         child = subprocess.Popen(
             argv_of(interpreter), env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -33,6 +33,10 @@ from penstock.text import GIB
 # As a pod of Kubernetes (targets/kubernetes/replicas.py): a rank of vLLM on a GPU has 4 CPUs, 16 GiB for libraries,
 # CUDA's context and pinned buffers; a node 8 GiB once.
 _CPUS_PER_RANK, _RANK_BYTES, _NODE_BYTES, _CPU_SPARE_BYTES = 4, 16 * GIB, 8 * GIB, GIB
+# /dev/shm of a project that nobody changed. vLLM's queue has ten parts of VLLM_MQ_MAX_CHUNK_BYTES_MB, 16 by default:
+# "Insufficient space in /dev/shm for shared-memory allocation: 160 MiB required" (vLLM 0.32).
+_SHARED_MEMORY_MB, _SHARED_MEMORY_SPARE_MB = 64, 24
+_QUEUE_PARTS, _QUEUE_PART_MB = 10, 16
 _PAGE_CPU, _PAGE_MEMORY_GB = 1.0, 2.0
 _FETCH_CPU, _FETCH_MEMORY_GB = 2.0, 4.0  # eight files at once, and their hashes
 _HUB_CACHE = f"{names.PROJECT_FOLDER}/.cache/huggingface/hub"
@@ -147,6 +151,9 @@ def node(deployment: Deployment, plan: Plan, choices: Choices) -> dict[str, Any]
     environment = {"PENSTOCK_UNIT": names.node_part(REPLICA, RANK), "JOB_MAXIMUM_MINUTES": _LONGEST_MINUTES}
     if plan.n_nodes > 1:
         environment["NCCL_IB_DISABLE"] = "1"  # pods have no other network than TCP
+    chunk_mb = message_chunk_mb(deployment, plan)
+    if chunk_mb is not None:
+        environment["VLLM_MQ_MAX_CHUNK_BYTES_MB"] = str(chunk_mb)
     return {
         "description": f"penstock: replica {REPLICA} of {deployment.name}, node {RANK}",
         "script": _script_path(deployment),
@@ -156,6 +163,19 @@ def node(deployment: Deployment, plan: Plan, choices: Choices) -> dict[str, Any]
         "runtime_identifier": choices.runtime,
         "environment": environment,
     }
+
+
+def message_chunk_mb(deployment: Deployment, plan: Plan) -> int | None:
+    """The size of a part of vLLM's message queue that fits in a small /dev/shm; None where it need not be another.
+
+    The first node of several has a queue also when each has one rank, and vLLM ends when it does not fit. Longer
+    messages go over a socket. Several ranks in a pod need more than that, which `check` wants.
+    """
+    if plan.engine != "vllm" or plan.n_nodes == 1 or plan.ranks_each > 1:
+        return None
+    limit_mb = block_of(deployment).shared_memory_mb or _SHARED_MEMORY_MB
+    fitting = max(1, (limit_mb - _SHARED_MEMORY_SPARE_MB) // _QUEUE_PARTS)
+    return fitting if fitting < _QUEUE_PART_MB else None
 
 
 def needs(deployment: Deployment, plan: Plan) -> tuple[float, float]:
@@ -188,6 +208,8 @@ def script(deployment: Deployment, plan: Plan) -> str:
         "venv": f"{names.HOME}/python/{digest}",
         "requirements": requirements,
         "pip": env,
+        # Whoever reads Ray's dashboard may run code by it, so it is not on CDSW_READONLY_PORT, which viewers reach.
+        "dashboard_port": "CDSW_APP_PORT" if plan.executor == "ray" else None,
     }
     text = resources.files("penstock.targets.cloudera").joinpath(SCRIPT).read_text("utf-8")
     return text.replace("FACTS: dict[str, Any] = {}", f"FACTS = {json.dumps(facts, indent=4).replace('null', 'None')}")
