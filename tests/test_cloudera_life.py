@@ -1,4 +1,4 @@
-"""Real vLLM cut over two pods of the fake workbench, with 64 MB of /dev/shm each as in a project's first settings."""
+"""Real vLLM cut over two pods of the fake workbench, with mp in the 64 MB of /dev/shm that a project has at first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def place(workbench_place: Place) -> Place:
 def up(place: Place, workbench: Workbench, executor: str, cut_by: str) -> tuple[Run, Client]:
     args = {"enforce-eager": True} if cut_by == "tensor" else {}  # vLLM loses requests between stages with it
     engine = {"kind": "vllm", "executor": executor, "max_model_len": 1024, "args": args}
-    block = {"public": True, "memory_gb": 6}
+    block = {"public": True, "memory_gb": 6, **({"shared_memory_mb": 512} if executor == "ray" else {})}
     file = file_for(place, workbench, engine=engine, cloudera=block, parallel={cut_by: 2}, **TWO_PODS)
     done = call("up", file, "--json", "--no-wait")
     assert done.code == 0, done

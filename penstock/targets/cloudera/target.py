@@ -48,6 +48,7 @@ class ClouderaAi(Target):
     listen = "network"
     has_own_caches = True
     is_elastic = True
+    executor = "mp"  # vLLM on Ray wants more of /dev/shm than a project's pods have at first
 
     def __init__(self) -> None:
         self._workbenches: dict[tuple[Cloudera, str], Workbench] = {}
