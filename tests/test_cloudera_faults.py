@@ -124,7 +124,6 @@ def test_a_pod_that_took_more_memory_than_it_has_is_placed_again_with_that_reaso
     wait_until(lambda: now(run).phase == "ready" and now(run).replicas[0].n_restarts == 1, "ready again", SOON_S)
     said = "failed without a word: most often its pod needed more memory than 1 GB; raise cloudera.memory_gb"
     assert said in call("events", "one").out
-    print(call("status", "one").out)
 
 
 class Asking(threading.Thread):
@@ -153,7 +152,6 @@ def test_a_node_gets_a_successor_before_its_time_limit_and_no_request_is_lost(
     workbench.workloads.most_minutes = 3
     run, key = up(place, workbench)
     wait_ready(run)
-    print(call("status", "one").out)
     first = runs(workbench)[0]
     os.environ["OPENAI_API_KEY"] = key
     asking = Asking()
@@ -166,7 +164,7 @@ def test_a_node_gets_a_successor_before_its_time_limit_and_no_request_is_lost(
     assert first.status == "SUCCEEDED", "it left by word, before its time was over"
     failed = [done for done in asking.answers if done.code or expected_text(PROMPT, 8) not in done.out]
     assert len(asking.answers) > 5 and not failed, failed
-    print(call("events", "one").out)
+    assert "replica draining [replica 1]" not in call("events", "one").out, "the successor serves on"
 
 
 def test_a_key_that_expires_during_a_life_is_named_and_a_new_one_goes_on(
@@ -193,5 +191,4 @@ def test_loading_is_shown_with_the_time_that_is_left(place: Place, workbench: Wo
     assert call("up", file, "--json", "--no-wait").code == 0
     place.run("one")
     wait_until(lambda: "left" in call("status", "one").out, "the time that is left", SOON_S)
-    print(call("status", "one").out)
     assert call("down", "one").code == 0

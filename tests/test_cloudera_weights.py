@@ -59,7 +59,6 @@ def test_weights_come_once_by_a_job_before_nodes_start_and_other_deployments_fin
     assert first.pod is not None
     first.pod.kill()
     wait_until(lambda: len(fetches(workbench)) == 2, "the next run of the job", SOON_S)
-    print(reason(place))
     hub.asked.clear()
     hub.is_open.set()
     wait_ready(run, timeout_s=SOON_S)
@@ -85,6 +84,5 @@ def test_weights_that_a_hub_refuses_end_the_start_with_its_reason(
     hub.token = "hf_of_ada"
     workbench.pods.n_free = None  # type: ignore[attr-defined]
     wait_until(lambda: "the weights could not be fetched" in reason(place), "the reason", SOON_S)
-    print(reason(place))
     assert len(fetches(workbench)) == 1, "another run would end as this one"
     assert call("down", "one").code == 0
