@@ -12,6 +12,7 @@ from hub_server import HubServer, asked_hub
 from launching import PROMPT, Place, call, now, wait_ready, wait_until
 
 from penstock.models.files import BUNDLED
+from penstock.run_folder import Run
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_workbench.server import Workbench
 from penstock.testing.fake_workbench.workloads import Workload
@@ -47,14 +48,34 @@ def reason(place: Place) -> str:
     return call("status", "one").out
 
 
-def test_weights_come_once_by_a_job_before_nodes_start_and_other_deployments_find_them(
-    place: Place, workbench: Workbench, hub: HubServer
-) -> None:
-    hub.is_open.clear()  # the weights hang
+def kept(workbench: Workbench) -> Path:
+    return workbench.pods.folder / ".cache" / "huggingface" / "hub" / "models--org--tiny"
+
+
+def up_until_weights_come(place: Place, workbench: Workbench, hub: HubServer) -> Run:
+    """Weights that hang."""
+    hub.is_open.clear()
     assert call("up", file(place, workbench, hub), "--json", "--no-wait").code == 0
     run = place.run()
     wait_until(lambda: "waits for the weights" in reason(place) and " files, " in reason(place), "progress", SOON_S)
+    return run
+
+
+def test_weights_come_by_a_job_before_nodes_start(place: Place, workbench: Workbench, hub: HubServer) -> None:
+    run = up_until_weights_come(place, workbench, hub)
     assert [each.body.get("nvidia_gpu", 0) for each in workbench.workloads.runs.values()] == [0], "no node waits"
+    hub.is_open.set()
+    wait_ready(run, timeout_s=SOON_S)
+    assert len(fetches(workbench)) == 1 and kept(workbench).is_dir()
+    assert call("down", "one", "--weights").code == 0
+    assert not kept(workbench).exists()
+
+
+@pytest.mark.nightly
+def test_a_killed_fetch_continues_and_other_deployments_find_what_came(
+    place: Place, workbench: Workbench, hub: HubServer
+) -> None:
+    run = up_until_weights_come(place, workbench, hub)
     [first] = fetches(workbench)
     assert first.pod is not None
     first.pod.kill()
@@ -67,12 +88,10 @@ def test_weights_come_once_by_a_job_before_nodes_start_and_other_deployments_fin
     place.run("two")
     assert expected_text(PROMPT, 8) in call("chat", "two", "-m", PROMPT, "--max-tokens", 8).out
     assert len(fetches(workbench)) == 2, "the second deployment needs no job"
-    kept = workbench.pods.folder / ".cache" / "huggingface" / "hub" / "models--org--tiny"
     done = call("down", "two", "--weights")
     assert done.code == 2 and 'cannot remove the weights of "two": one uses them' in done.err, done
-    assert kept.is_dir() and now(run).phase == "ready"
-    assert call("down", "one", "--weights").code == 0
-    assert not kept.exists()
+    assert kept(workbench).is_dir() and now(run).phase == "ready"
+    assert call("down", "one").code == 0
 
 
 @pytest.mark.nightly
