@@ -6,6 +6,7 @@ def test_x(place: Place, workbench: Workbench) -> None:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -34,10 +35,15 @@ from penstock.testing.fake_workbench.workloads import APP_PORT
 DOMAIN = "cml.test"
 PLACE_S = 240.0
 SUBDOMAINS = ("penstock-one", "penstock-one-ui", "penstock-two")
-# What a pod has besides its script: the project's file system, and the proxy next to the engine.
+# What a pod has besides its script: the project's file system, a small /dev/shm, and the proxy next to the engine.
 _SET_UP = """
 mount -t tmpfs tmpfs /home && mkdir -p /home/cdsw && mount --bind {shared} /home/cdsw
+umount /dev/shm && mount -t tmpfs -o mode=1777,size={shm_mb}m tmpfs /dev/shm
 """
+# A process and all that it starts, in the pod's memory: beyond it the kernel kills, as in a container.
+_IN_CGROUP = 'echo 0 > {cgroup}/cgroup.procs && exec "$@"'
+_CGROUPS = Path("/sys/fs/cgroup/memory")
+LIMITS_MEMORY = (_CGROUPS / "memory.limit_in_bytes").exists()
 _PROXY = """
 import asyncio, sys
 async def pipe(r, w):
@@ -80,15 +86,22 @@ class NoPods:
 class HostPod:
     """A script in a pod."""
 
-    def __init__(self, pods: HostPods, host: Host, process: subprocess.Popen[str]) -> None:
-        self._pods, self.host, self._process = pods, host, process
+    def __init__(self, pods: HostPods, host: Host, process: subprocess.Popen[str], memory_mb: int) -> None:
+        self._pods, self.host, self._process, self.memory_mb = pods, host, process, memory_mb
         self.address = host.address
 
     def poll(self) -> int | None:
-        return self._process.poll()
+        """The kernel kills one process that is beyond the pod's memory; with it a container ends as a whole."""
+        code = self._process.poll()
+        return 137 if code is None and self._pods.is_out_of_memory(self.host) else code
 
     def kill(self) -> None:
         self._pods.free(self.host)
+
+    def take_memory(self) -> None:
+        """Have a process in it take more memory than the pod has."""
+        words = [sys.executable, "-c", f"bytearray({self.memory_mb} << 20)"]
+        self.host.popen([*self._pods.in_cgroup(self.host), *words], stderr=subprocess.DEVNULL)
 
 
 class HostPods:
@@ -100,6 +113,7 @@ class HostPods:
         self.folder.chmod(0o755)
         self.n_free: int | None = None  # fewer than there are hosts
         self.blocked_ports: str | None = None  # "20000-60000": pods do not reach these of each other
+        self.shm_mb: Callable[[], int] = lambda: 64
 
     def start(self, script: str, env: Mapping[str, str]) -> HostPod | None:
         with self._lock:
@@ -109,21 +123,44 @@ class HostPods:
             host = free[0]
             self._busy.add(host.name)
         host.start()
-        host.run(["bash", "-ec", _SET_UP.format(shared=self.folder)])
+        host.run(["bash", "-ec", _SET_UP.format(shared=self.folder, shm_mb=self.shm_mb())])
         if self.blocked_ports is not None:
             host.run(["ip", "rule", "add", "ipproto", "tcp", "dport", self.blocked_ports, "prohibit"])
         log = (self.hosts.base / "log" / f"{host.name}.pod").open("a")
         whole = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", **env, "CDSW_IP_ADDRESS": host.address}
         quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         host.popen([sys.executable, "-c", _PROXY, host.address, str(APP_PORT)], **quiet)
-        words = [sys.executable, str(Path(kernel.__file__)), script]
+        words = [*self._limited(host, env), sys.executable, str(Path(kernel.__file__)), script]
         process = host.popen(words, cwd="/home/cdsw", env=whole, **quiet)
         log.close()
-        return HostPod(self, host, process)
+        return HostPod(self, host, process, int(env["CDSW_MEMORY_MB"]))
+
+    def _cgroup(self, host: Host) -> Path:
+        return _CGROUPS / f"{self.hosts.base.name}-{host.name}"
+
+    def _limited(self, host: Host, env: Mapping[str, str]) -> list[str]:
+        """The words before a command that give it the pod's memory; none where this machine has no such cgroups."""
+        if not LIMITS_MEMORY:
+            return []
+        self._cgroup(host).mkdir(exist_ok=True)
+        (self._cgroup(host) / "memory.limit_in_bytes").write_text(f"{env['CDSW_MEMORY_MB']}M")
+        return self.in_cgroup(host)
+
+    def in_cgroup(self, host: Host) -> list[str]:
+        return ["bash", "-c", _IN_CGROUP.format(cgroup=self._cgroup(host)), "pod"]
+
+    def is_out_of_memory(self, host: Host) -> bool:
+        try:
+            words = (self._cgroup(host) / "memory.oom_control").read_text().split()
+        except OSError:
+            return False
+        return int(words[words.index("oom_kill") + 1]) > 0
 
     def free(self, host: Host) -> None:
         """Power off, and forget what was on its disks."""
         host.kill()
+        with contextlib.suppress(FileNotFoundError):
+            self._cgroup(host).rmdir()
         shutil.rmtree(self.hosts.base / "hosts" / host.name, ignore_errors=True)
         self.hosts._furnish(host)
         with self._lock:
@@ -141,6 +178,7 @@ def a_workbench(hosts: Hosts, **options: Any) -> Iterator[Workbench]:
         file.write(f"{hosts.own_address} {names}\n")
     try:
         with Workbench(pods, DOMAIN, **options) as workbench:
+            pods.shm_mb = lambda: int(workbench.project["shared_memory_limit"])
             yield workbench
     finally:
         shutil.rmtree(pods.folder, ignore_errors=True)  # thousands of files, which the hosts' janitor would wait for
@@ -214,9 +252,14 @@ def workbench(pod_hosts: Hosts) -> Iterator[Workbench]:
 
 @pytest.fixture
 def workbench_place(
-    tmp_path: Path, workbench: Workbench, pod_hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    workbench: Workbench,
+    pod_hosts: Hosts,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> Iterator[Place]:
-    """A place whose deployments run in the workbench; nothing of them may be left there."""
+    """A place whose deployments run in the workbench; nothing of them may be left there. A module's `PLACE_S` is the
+    time that its tests have."""
     monkeypatch.setenv("CDSW_APIV2_KEY", workbench.key)
     monkeypatch.setenv("OPENAI_API_KEY", "")
     monkeypatch.delenv("OPENAI_API_KEY")  # `chat` sets it to a key of the deployment
@@ -224,7 +267,7 @@ def workbench_place(
     forget = fresh_targets()
     with (
         on_this_network(pod_hosts.own_address, tmp_path, monkeypatch),
-        a_place(tmp_path, deadline_s=PLACE_S) as place,
+        a_place(tmp_path, deadline_s=getattr(request.module, "PLACE_S", PLACE_S)) as place,
     ):
         yield place
     forget()

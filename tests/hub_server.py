@@ -152,14 +152,16 @@ def serving(name: str, files: dict[str, bytes], address: str = "127.0.0.1") -> I
 
 
 @contextlib.contextmanager
-def asked_hub(monkeypatch: pytest.MonkeyPatch, name: str, files: dict[str, bytes]) -> Iterator[HubServer]:
+def asked_hub(
+    monkeypatch: pytest.MonkeyPatch, name: str, files: dict[str, bytes], address: str = "127.0.0.1"
+) -> Iterator[HubServer]:
     """A hub that huggingface_hub asks in this process, without a token and without pauses."""
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("NO_PROXY", address)
     for variable in ("HF_TOKEN", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(fetch_files, "_FIRST_WAIT_S", 0.0)
     monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda _: None, time=time.time))
-    with serving(name, files) as server:
+    with serving(name, files, address) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         # The package reads the variable when it is imported.
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)

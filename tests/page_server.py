@@ -60,7 +60,7 @@ class PageServer:
                 path = urlsplit(self.path)
                 server.paths.append(path.path)
                 bare = path.path.removeprefix(server.prefix)
-                is_open = server.key is None or self.headers["authorization"] == f"Bearer {server.key}"
+                is_open = server.key is None or self.headers["x-api-key"] == server.key
                 if bare == "/dashboard":
                     page = page_answer(None)
                     headers = {name.decode(): value.decode() for name, value in page.headers}
@@ -70,7 +70,7 @@ class PageServer:
                 elif server.is_down:
                     self._answer(503, "text/plain", b"")
                 elif not is_open:
-                    self._answer(401 if self.headers["authorization"] is None else 403, "application/json", b"{}")
+                    self._answer(401 if self.headers["x-api-key"] is None else 403, "application/json", b"{}")
                 elif bare == "/metrics":
                     self._answer(200, "text/plain", b"penstock_replicas_ready 3\n")
                 elif path.query == "once":

@@ -245,6 +245,17 @@ def test_a_deployment_that_fits_has_no_problems_in_either_vintage(there: fake.Wo
         assert problems(there) == []
 
 
+def test_vllm_on_ray_needs_more_shared_memory_than_a_project_has_at_first(there: fake.Workbench) -> None:
+    there.labels = [L4]
+    two = {"hardware": {"gpus_per_node": 1, "nodes": 2}}
+    assert shown(problems(there, engine={"kind": "vllm", "executor": "ray"}, **two)) == (
+        "cloudera.shared_memory_mb: pods have 64 MB of /dev/shm, and vLLM on Ray needs 512 MB "
+        "(set it to 512, and `up` raises the project's limit, or use engine.executor: mp)"
+    )
+    assert problems(there, {"shared_memory_mb": 512}, engine={"kind": "vllm", "executor": "ray"}, **two) == []
+    assert problems(there, engine={"kind": "vllm"}, **two) == [], "mp, which is the default here, needs no more"
+
+
 def test_all_that_is_wrong_in_the_workbench_is_said_at_once(there: fake.Workbench) -> None:
     there.labels = [{**L4, "availability": False}, {**L4, "id": "4", "label_value": "NVIDIA-A100-SXM4-80GB"}]
     there.quotas = [{"accelerator_id": "3", "gpu_quota": "1"}]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import threading
 
 import pytest
-from cloudera_rig import file_for, up
-from launching import PROMPT, Place, call, now, replica_of, wait_ready, wait_until
+from cloudera_rig import LIMITS_MEMORY, file_for, up
+from launching import PROMPT, Done, Place, call, now, replica_of, wait_ready, wait_until
 
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_workbench.server import Workbench
@@ -125,3 +128,91 @@ def test_a_gateway_that_has_not_started_has_no_address_yet(place: Place, workben
     done = call("chat", "one", "-m", PROMPT)
     assert done.code == 1 and "has no address yet" in done.err, done
     workbench.pods.n_free = None  # type: ignore[attr-defined]
+
+
+# ---- memory, time limits, keys ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not LIMITS_MEMORY, reason="this machine has no cgroups of memory to end a pod with")
+def test_a_pod_that_took_more_memory_than_it_has_is_placed_again_with_that_reason(
+    place: Place, workbench: Workbench
+) -> None:
+    """Really killed by the kernel."""
+    run, _ = up(place, workbench)
+    wait_ready(run)
+    [first] = runs(workbench)
+    first.pod.take_memory()  # type: ignore[union-attr]
+    wait_until(lambda: first.status == "FAILED", "the pod has ended", SOON_S)
+    wait_until(lambda: len(runs(workbench)) == 2, "a second run of the job", SOON_S)
+    wait_until(lambda: now(run).phase == "ready" and now(run).replicas[0].n_restarts == 1, "ready again", SOON_S)
+    said = "failed without a word: most often its pod needed more memory than 1 GB; raise cloudera.memory_gb"
+    assert said in call("events", "one").out
+
+
+class Asking(threading.Thread):
+    """Asks one question after another until it is told to stop."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.is_over, self.answers = threading.Event(), list[Done]()
+        self.start()
+
+    def run(self) -> None:
+        while not self.is_over.is_set():
+            self.answers.append(ask_one())
+
+
+def ask_one() -> Done:
+    argv = [sys.executable, "-m", "penstock.cli.main", "chat", "one", "-m", PROMPT, "--max-tokens", "8"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120.0, check=False)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.nightly
+def test_a_node_gets_a_successor_before_its_time_limit_and_no_request_is_lost(
+    place: Place, workbench: Workbench
+) -> None:
+    workbench.workloads.most_minutes = 3
+    run, key = up(place, workbench)
+    wait_ready(run)
+    first = runs(workbench)[0]
+    os.environ["OPENAI_API_KEY"] = key
+    asking = Asking()
+    wait_until(lambda: len(runs(workbench)) == 2, "a successor is placed", 240.0)
+    assert first.status == "RUNNING", "it serves until the next one does"
+    wait_until(lambda: first.is_over, "the first node has left", 240.0)
+    wait_until(lambda: now(run).phase == "ready", "ready", SOON_S)
+    asking.is_over.set()
+    asking.join()
+    assert first.status == "SUCCEEDED", "it left by word, before its time was over"
+    failed = [done for done in asking.answers if done.code or expected_text(PROMPT, 8) not in done.out]
+    assert len(asking.answers) > 5 and not failed, failed
+    assert "replica draining [replica 1]" not in call("events", "one").out, "the successor serves on"
+
+
+def test_a_key_that_expires_during_a_life_is_named_and_a_new_one_goes_on(
+    place: Place, workbench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = up(place, workbench)
+    wait_ready(run)
+    workbench.key = "key-of-next-year"
+    said = "refuses the API key: it is wrong, has expired, or is of another one"
+    wait_until(lambda: f"{said}; this is what was seen at" in call("status", "one").out, "status says so")
+    for words in (("chat", "one", "-m", PROMPT), ("scale", "one", 2), ("down", "one")):
+        done = call(*words)
+        assert done.code != 0 and said in done.err and "User Settings > API Keys" in done.err, done
+    assert len(workbench.left()) == 2, "nothing was ended"
+    monkeypatch.setenv("CDSW_APIV2_KEY", workbench.key)
+    assert now(run).phase == "ready"
+    assert expected_text(PROMPT, 8) in call("chat", "one", "-m", PROMPT, "--max-tokens", 8).out
+    assert call("down", "one").code == 0
+
+
+@pytest.mark.nightly
+def test_loading_is_shown_with_the_time_that_is_left(place: Place, workbench: Workbench) -> None:
+    file = file_for(place, workbench, engine={"args": {"load-s": 20}})
+    assert call("up", file, "--json", "--no-wait").code == 0
+    place.run("one")
+    wait_until(lambda: "left" in call("status", "one").out, "the time that is left", SOON_S)
+    assert call("down", "one").code == 0

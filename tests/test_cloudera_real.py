@@ -6,10 +6,11 @@ import http.client
 
 import pytest
 from cloudera_rig import SUBDOMAINS, file_for
-from launching import Place, call, now, wait_ready, wait_until
+from launching import Place, call, now, started, wait_ready, wait_until
 
 from penstock.testing.demo_prompts import DEMO_PROMPTS
 from penstock.testing.fake_workbench.server import Workbench
+from penstock.wire.client import Client
 
 pytestmark = pytest.mark.hosts
 SOON_S = 120.0
@@ -56,11 +57,28 @@ def test_the_chat_page_is_an_application(place: Place, workbench: Workbench) -> 
     assert call("down", "one").code == 0
 
 
-def _get(workbench: Workbench, subdomain: str, key: str | None) -> int:
+def _get(workbench: Workbench, subdomain: str, key: str | None, path: str = "/health") -> int:
     host, _, port = workbench.domain.partition(":")
     connection = http.client.HTTPConnection(f"{subdomain}.{host}", int(port), timeout=20.0)
     headers = {"host": f"{subdomain}.{workbench.domain}", **({"authorization": f"Bearer {key}"} if key else {})}
-    connection.request("GET", "/health", headers=headers)
+    connection.request("GET", path, headers=headers)
     status = connection.getresponse().status
     connection.close()
     return status
+
+
+@pytest.mark.nightly
+def test_the_live_page_is_at_the_application_and_through_a_relay(place: Place, workbench: Workbench) -> None:
+    """The application serves it: a browser that is logged in to the workbench, or `penstock dashboard` here."""
+    assert call("up", file_for(place, workbench), "--json").code == 0
+    run = place.run()
+    wait_ready(run)
+    assert _get(workbench, SUBDOMAINS[0], key=workbench.key, path="/dashboard") == 200
+    with started("dashboard", "one", "--no-open") as child:
+        assert child.stdout is not None
+        url, _, key = child.stdout.readline().strip().partition("#key=")
+        page = Client(url.removesuffix("/dashboard"), timeout_s=20.0)
+        assert b"<html" in page.send("GET", "/dashboard")
+        live = Client(url.removesuffix("/dashboard"), key, timeout_s=20.0)
+        assert next(iter(live.get_events("/dashboard/live")))
+    assert call("down", "one").code == 0

@@ -51,6 +51,7 @@ def run(project: Path, unit: str, code: int = 0, requirements: tuple[str, ...] =
     facts = {
         "home": str(project), "run": str(project / "run"), "code": str(project / "code" / "abc"), "python": None,
         "nodes": "jobs", "venv": str(project / "venv"), "requirements": list(requirements),
+        "dashboard_port": None,
         "pip": {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(project / "wheels")},
     }  # fmt: skip
     text = Path(workloads.__file__).with_name("start.py").read_text("utf-8")

@@ -141,7 +141,14 @@ def test_a_deployment_is_rendered_as_it_is_kept_in_golden_files() -> None:
     box = gpu_machine(1, 141)
     plan = launch.make_on_gpus(wanted, LLAMA_70B, box, "0.33.0", 1, sized(wanted, box))
     files = workloads.artifact(a_launch(plan), wanted, Choices("images/python3.11-cuda:1", "7", most_gpus=1)).files
-    kept = ("application.json", "node.json", "page.json", "amp:.project-metadata.yaml", "amp:penstock_up.py")
+    kept = (
+        "application.json",
+        "node.json",
+        "page.json",
+        "weights.json",
+        "amp:.project-metadata.yaml",
+        "amp:penstock_up.py",
+    )
     assert files.keys() == {*kept, "launch.json", "start.py", "amp:deployment.yaml"}
     for name in kept:
         if os.environ.get("PENSTOCK_WRITE_GOLDEN"):
@@ -157,7 +164,10 @@ def test_a_deployment_is_rendered_as_it_is_kept_in_golden_files() -> None:
     assert msgspec.convert(there, Launch).cache.stage == "none" and there["announce_urls"] == []
     assert there["plan"]["layout"]["pipeline"] * there["plan"]["layout"]["tensor"] == 2
     secrets = ("token", "secret", "password")
-    environments = [json.loads(files[name])["environment"] for name in ("application.json", "node.json", "page.json")]
+    environments = [
+        json.loads(files[name])["environment"]
+        for name in ("application.json", "node.json", "page.json", "weights.json")
+    ]
     assert not [key for env in environments for key in env if any(word in key.lower() for word in secrets)]
 
 

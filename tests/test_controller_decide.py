@@ -122,6 +122,11 @@ DECISIONS: dict[str, tuple[int, Observation, dict[str, Any], Decision]] = {
         1, placed(LEAVING, view(row("0", is_draining=True), row("1")), leaving="0"), {},
         Decision(units("1"), drain=("0",)),
     ),
+    # A target that stops without grace lets it leave by word, and it says so while it ends its engine.
+    "one that says that it stops is not kept in place of its successor": (
+        1, placed(LEAVING, view(told("0", "stopping"), row("1")), leaving="0"), {"left": "0"},
+        Decision(drain=("0",)),
+    ),
     "of two that leave one is ended when one successor is ready": (
         2,
         placed(dict.fromkeys("0123", "placed"), view(*map(row, "012"), told("3", "loading")), leaving="01"),

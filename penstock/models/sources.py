@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from penstock.errors import UserError
-from penstock.models import files, hub
+from penstock.models import ModelFacts, files, hub
 from penstock.models.part_file import PartFile
 from penstock.spec.deployment import Deployment
 from penstock.text import bare_flag
@@ -127,6 +127,23 @@ def of_deployment(deployment: Deployment) -> Source | None:
     source = parse(deployment.model)
     wants_gguf = deployment.engine.kind == "llamacpp" or source.name.lower().endswith("gguf")
     return msgspec.structs.replace(source, inside=source.inside or ("gguf" if wants_gguf else None))
+
+
+def as_planned(model: ModelFacts) -> tuple[Source, str | None]:
+    """Where a planned model comes from, in the version that its path names, and the commit where the source has no
+    versions to ask for."""
+    source, place = parse(model.reference), hub.in_cache(model.path)
+    if source.kind == "hub" and place is not None:
+        return msgspec.structs.replace(source, revision=place.revision, inside=place.inside or None), None
+    commit, inside = _version(model)
+    return msgspec.structs.replace(source, inside=inside or None), commit
+
+
+def _version(model: ModelFacts) -> tuple[str, str]:
+    """The folder of a path like .../s3--bucket--name/COMMIT/file.gguf, which names the version, and what follows."""
+    path = Path(model.path)
+    folder = path if model.form != "gguf" else next(p for p in path.parents if "--" in p.parent.name)
+    return folder.name, "" if folder == path else str(path.relative_to(folder))
 
 
 def is_remote(model: str) -> bool:

@@ -46,23 +46,9 @@ def on_this_node(plan: Plan, stage: Stage, show: Show = lambda _: None) -> Plan:
 
 def _fetched(model: ModelFacts, stage: Stage, show: Show) -> str:
     """The path of a model that is fetched, and may have another one elsewhere."""
-    commit: str | None = None
-    source, place = sources.parse(model.reference), hub.in_cache(model.path)
-    if source.kind == "hub" and place is not None:
-        inside = place.inside
-        source = msgspec.structs.replace(source, revision=place.revision)
-    else:  # such sources have no versions to ask for
-        commit, inside = _version(model)
-    source = msgspec.structs.replace(source, inside=inside or None)
+    source, commit = sources.as_planned(model)
     here = fetch.found(source)
-    return str(stage.bring(source, str(here or hub.cache()), show, commit) / inside)
-
-
-def _version(model: ModelFacts) -> tuple[str, str]:
-    """The folder of a path like .../s3--bucket--name/COMMIT/file.gguf, which names the version, and what follows."""
-    path = Path(model.path)
-    folder = path if model.form != "gguf" else next(p for p in path.parents if "--" in p.parent.name)
-    return folder.name, "" if folder == path else str(path.relative_to(folder))
+    return str(stage.bring(source, str(here or hub.cache()), show, commit) / (source.inside or ""))
 
 
 def _copy_here(path: str, stage: Stage, show: Show) -> str:

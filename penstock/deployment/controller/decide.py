@@ -85,7 +85,8 @@ def decide(desired: Desired, seen: Observation, memory: Memory, now: float, wall
     """The next step towards what is desired, and what to remember. `now`: monotonic, `wall_s`: Unix seconds. Pure."""
     # A replica that left before its successor was ready is not placed again, also not when it was lost and requeued.
     rows = {row.announcement.replica: row for row in (seen.view.replicas if seen.view else ())}
-    alive = {name for name, row in rows.items() if row.is_alive}
+    # One that was told to leave says so until its process ends: the next must not be drained in its place.
+    alive = {name for name, row in rows.items() if row.is_alive and row.announcement.state != "stopping"}
     left = {name for name in memory.leaving if name not in alive and replica(name) in seen.placements}
     silent = {name for name, row in rows.items() if _is_lost(seen, row, wall_s)}
     # Twice: by then `status`, which a target reads too, names the lost machine.

@@ -247,8 +247,8 @@ class Controller:
         self.history = msgspec.structs.replace(self.history, failed={**self.history.failed, name: status})
         self.run.add_event("replica failed", reason, replica=name)
 
-    def _fail_silent_node(self, name: str) -> None:
-        reason = f"its node ended {_SILENT_NODES} times before its first report"
+    def _fail_silent_node(self, name: str, why: str | None) -> None:
+        reason = f"its node ended {_SILENT_NODES} times before its first report{f': {why}' if why else ''}"
         model, tail = self._plan.served_names[0], self._log_tail(name)
         last = Announcement(replica=name, model=model, state="failed", lease_s=0.0, reason=reason, log_tail=tail)
         self._fail(name, reason, last)
@@ -331,7 +331,7 @@ class Controller:
         """Note the replicas that are placed again as restarts; False when one of them failed."""
         for name in decision.again:
             if self._n_deaths.get(name, 0) >= _SILENT_NODES - 1 and seen.view and name not in self._reported:
-                self._fail_silent_node(name)
+                self._fail_silent_node(name, seen.placements[replica(name)].reason)
                 return False
             placement = seen.placements[replica(name)]
             is_broken = placement.state == "broken"

@@ -39,7 +39,8 @@ class KeyNeeded extends Error {}
 class Refused extends Error {}
 
 async function ask(url, key, signal) {
-  const headers = key ? { authorization: `Bearer ${key}` } : {};
+  // A proxy in front, that of a Cloudera AI workbench, takes a bearer token for one of its own.
+  const headers = key ? { "x-api-key": key } : {};
   const response = await fetch(url, { headers, signal, cache: "no-store" });
   if (response.status === 401 || response.status === 403) throw new KeyNeeded(key ? "refused" : "missing");
   if (!response.ok) throw new Refused(`the gateway answered ${response.status}`);

@@ -27,6 +27,7 @@ _PORTS = (
     *("--dashboard-agent-grpc-port", "--dashboard-agent-listen-port", "--metrics-export-port"),
 )
 _POLL_S = 0.3
+_DASHBOARD_PORT = "PENSTOCK_RAY_DASHBOARD_PORT"  # set where a proxy of the place leads to one port
 
 
 def environment(address: str, folder: str) -> dict[str, str]:
@@ -56,7 +57,8 @@ def start(plan: Plan, formation: Formation, rank: int, folder: str, base: Comman
         argv += ["--address", f"{formation.head.address}:{formation.ray_port}"]
     taken = {formation.ray_port, formation.master_port}  # Ray refuses to start when two of its parts have one port
     for name, host in hosts.items():
-        port = free_port(host, taken)
+        is_given = name == "--dashboard-port" and _DASHBOARD_PORT in os.environ
+        port = int(os.environ[_DASHBOARD_PORT]) if is_given else free_port(host, taken)
         taken.add(port)
         argv += [name, str(port)]
     env = {**base.defaults, **base.env, **environment(f"{formation.head.address}:{formation.ray_port}", folder)}

@@ -24,6 +24,7 @@ from penstock.text import GIB, MIB
 from penstock.wire.answers import HttpError
 
 _OLDEST_PYTHON = (3, 11)
+_RAY_SHARED_MEMORY_MB = 512
 _RANK_CPUS, _RANK_BYTES = 4, 24 * GIB
 _MOST_CPUS, _MOST_BYTES = 64, 512 * GIB  # of a pod whose label does not say
 
@@ -80,6 +81,8 @@ def examine(workbench: Workbench, deployment: Deployment) -> tuple[list[Problem]
         problems += _weights(workbench, deployment)
     with _noted(problems):
         problems += _rights(workbench, deployment)
+    with _noted(problems):
+        problems += _ray_memory(workbench, deployment)
     return problems, choices
 
 
@@ -298,6 +301,19 @@ def _unknown(workbench: Workbench, deployment: Deployment, project: Object) -> I
         yield f"not known: /dev/shm of the project's pods; several GPUs need {LEAST_SHARED_MEMORY_MB} MB; {how}"
     if sources.is_remote(deployment.model) and not session.is_in_project(workbench):
         yield f"not known: free space of the project's files for the weights, which the API does not tell; {how}"
+
+
+def _ray_memory(workbench: Workbench, deployment: Deployment) -> Iterator[Problem]:
+    """vLLM's ranks on Ray have queues of a fixed size, also where each pod has one: 240 MiB, and 160 MiB on the first
+    node (vLLM 0.32: "Insufficient space in /dev/shm for shared-memory allocation: 240 MiB required")."""
+    engine, wanted_mb = deployment.engine, block_of(deployment).shared_memory_mb
+    if engine.executor != "ray" or engine.kind not in ("auto", "vllm"):
+        return
+    limit_mb = max(_number(workbench.project().get("shared_memory_limit")) or 64, wanted_mb or 0)
+    if limit_mb < _RAY_SHARED_MEMORY_MB:
+        words_ = f"pods have {limit_mb} MB of /dev/shm, and vLLM on Ray needs {_RAY_SHARED_MEMORY_MB} MB"
+        hint = f"set it to {_RAY_SHARED_MEMORY_MB}, and `up` raises the project's limit, or use engine.executor: mp"
+        yield Problem("cloudera.shared_memory_mb", words_, hint)
 
 
 def raise_shared_memory(workbench: Workbench, deployment: Deployment) -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+from pathlib import Path
 
 import msgspec
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, UserError
+from penstock.planner import Plan
 from penstock.run_folder import Left, Run
-from penstock.targets.cloudera import folder, measuring, names, placing, session, words, workers
+from penstock.targets.cloudera import folder, measuring, names, placing, session, weights, words, workers, workloads
 from penstock.targets.cloudera.api import Object, Workbench
 from penstock.targets.waiting import wait
 
 _MEASUREMENT = "doctor/"  # no legal name of a deployment begins so
+_REMOVAL = f"{names.HOME}/remove-weights.py"
+_SCRIPT = "import shutil\nshutil.rmtree({folder!r}, ignore_errors=True)\n"
+_REMOVAL_S = 600.0  # a job may wait for a machine
 _WORD_S = 8.0  # until the program of the application, and those of nodes, look for the word
 
 
@@ -51,6 +57,64 @@ def _drain(workbench: Workbench, run: Run, gateways: list[Object], grace_s: floa
         return not any(words.life(row) == "placed" for row in rows)
 
     wait(is_over, max(grace_s, 1.0))
+
+
+def end_weights(workbench: Workbench, run: Run) -> None:
+    """Remove what a job fetched for a deployment that has ended.  Raises UserError while another one uses it."""
+    if names.WEIGHTS not in run.artifact().files:
+        return
+    model = weights.model_of(run)
+    note = f"{names.HOME}/{weights.note_of(model)}"
+    data = weights.read(workbench, run, note)
+    if data is None:
+        return
+    users = [name for name in _others(workbench, run.name) if _uses(workbench, name, model.reference)]
+    if users:
+        verb = "use" if len(users) > 1 else "uses"
+        message = f'cannot remove the weights of "{run.name}": {", ".join(users)} {verb} them'
+        raise UserError(message, hint=f"End it first: penstock down {users[0]}")
+    kept = msgspec.json.decode(data, type=weights.Kept)
+    if session.is_inside(run):
+        Path(note).unlink(missing_ok=True)
+        shutil.rmtree(kept.folder, ignore_errors=True)
+        return
+    workbench.delete_file(names.in_project(note))  # first: what is half removed is not there
+    _remove_by_job(workbench, run, kept.folder)
+
+
+def _remove_by_job(workbench: Workbench, run: Run, folder: str) -> None:
+    """The API of files would follow the links of a hub's cache, and wants a call for each file."""
+    script, body = names.in_project(_REMOVAL), workloads.instance(run.artifact().files[names.WEIGHTS], "", 0)
+    workbench.upload(script, _SCRIPT.format(folder=folder).encode())
+    title = names.workload(run.name, run.record().id, names.WEIGHTS_PART)
+    job = str(workbench.create_job({**body, "name": title, "script": script})["id"])
+    pair = (job, str(workbench.run_job(job)["id"]))
+    is_over = wait(lambda: not placing.running(workbench, [pair]), _REMOVAL_S)
+    row = workbench.job_run(*pair)
+    placing.end_jobs(workbench, [pair])
+    workbench.delete_file(script)
+    if not is_over or words.word(row) != "SUCCEEDED":
+        why = words.why_gone(words.NodeRun(row)) if is_over else "got no machine of the workbench"
+        hint = f"Remove it in a session of the project: rm -r {folder}"
+        raise PenstockError(f'could not remove the weights of "{run.name}": the job for it {why}', hint=hint)
+
+
+def _others(workbench: Workbench, name: str) -> list[str]:
+    """The other deployments that have a run folder in the project."""
+    runs = names.in_project(f"{names.HOME}/runs")
+    rows = [folder.path_of(row, runs).rpartition("/")[2] for row in workbench.files(runs) if row.get("is_dir")]
+    return sorted(other for other in rows if other != name)
+
+
+def _uses(workbench: Workbench, name: str, reference: str) -> bool:
+    """Whether a deployment that shall run has that model."""
+    there = names.in_project(names.run_path(name))
+    plan, desired = workbench.download(f"{there}/plan.json"), workbench.download(f"{there}/desired.json")
+    try:
+        is_up = msgspec.json.decode(desired or b"{}").get("state") == "up"
+        return is_up and msgspec.json.decode(plan or b"", type=Plan).model.reference == reference
+    except msgspec.MsgspecError:
+        return False
 
 
 def _workloads(workbench: Workbench, name: str) -> tuple[list[Object], list[Object]]:

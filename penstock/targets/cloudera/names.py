@@ -19,10 +19,13 @@ DRAINED, PODS = "gateway/drained", "pods"
 # Of nodes that are workers: what the launcher has noted, and that it shall stop all.
 WORKERS, WORKERS_END = "workers.json", "workers.end"
 SCRIPT, APPLICATION, PAGE, NODE = "start.py", "application.json", "page.json", "node.json"
+WEIGHTS, WEIGHTS_PART = "weights.json", "weights"  # the job that fetches the model: its body, its part of names
 REPLICA, RANK = "{replica}", "{rank}"
 # Subdomains are DNS labels, and unique in a workbench.
 _FRONT = "penstock-"
-_OURS = re.compile(r"penstock-(?P<name>[a-z0-9][a-z0-9-]*)-(?P<launch>[0-9a-f]{12})-(?P<part>gateway|ui|r\d+-n\d+)\Z")
+_OURS = re.compile(
+    r"penstock-(?P<name>[a-z0-9][a-z0-9-]*)-(?P<launch>[0-9a-f]{12})-(?P<part>gateway|ui|weights|r\d+-n\d+)\Z"
+)
 
 
 # Of `doctor`'s measurements: no part of a deployment, also not of one with the name "doctor".

@@ -9,7 +9,7 @@ from typing import Any
 from penstock import processes
 from penstock.errors import PenstockError
 from penstock.run_folder import Handle, Run, Unit, order, unit_of
-from penstock.targets.cloudera import folder, names, session, words, workers, workloads
+from penstock.targets.cloudera import folder, names, session, weights, words, workers, workloads
 from penstock.targets.cloudera.api import Object, Workbench
 from penstock.targets.waiting import wait
 from penstock.wire.client import Client
@@ -21,6 +21,7 @@ STOP_S = 60.0  # until the workbench has stopped what it was asked to
 _HUNG_GRACE_S = 2.0
 
 Entries = dict[str, dict[str, Any]]
+WAITS: dict[str, Any] = {"jobs": []}  # the entry of a replica whose weights are not there
 
 
 def place(workbench: Workbench, run: Run, units: Collection[Unit]) -> Handle:
@@ -61,8 +62,11 @@ def _place_jobs(workbench: Workbench, run: Run, wanted: Sequence[Unit], entries:
         missing = _missing_ranks(workbench, run, entries.get(unit.key))
         if not missing:
             continue
-        jobs = {str(row.get("name")): row for row in workbench.jobs()} if jobs is None else jobs
         try:
+            if weights.bring(workbench, run).state != "there":
+                entries[unit.key] = WAITS
+                continue
+            jobs = {str(row.get("name")): row for row in workbench.jobs()} if jobs is None else jobs
             entries[unit.key] = _start_replica(workbench, run, unit, entries.get(unit.key), missing, jobs)
         except PenstockError as exc:
             problems.append(exc)
@@ -80,11 +84,15 @@ def _order_workers(
     application = find_gateway(workbench, run)
     known = workers.look(workbench, run, application)
     for unit in wanted:
-        entries[unit.key] = workers.named(entries.get(unit.key), known, run.plan().n_nodes)
+        entry = entries.get(unit.key)
+        if entry in (None, WAITS) and weights.bring(workbench, run).state != "there":
+            entries[unit.key] = WAITS
+            continue
+        entries[unit.key] = workers.named(None if entry == WAITS else entry, known, run.plan().n_nodes)
 
 
 def _names_of(entries: Entries) -> set[str]:
-    return {str(name) for entry in entries.values() for name in entry["workers"]}
+    return {str(name) for entry in entries.values() for name in entry.get("workers", ())}
 
 
 # ---- applications ----------------------------------------------------------------------------------------------------
@@ -186,7 +194,7 @@ def end_application(workbench: Workbench, application: str) -> None:
 
 def _missing_ranks(workbench: Workbench, run: Run, entry: Mapping[str, Any] | None) -> list[int]:
     """Nodes of a replica that do not run and wait for nothing."""
-    if entry is None:
+    if entry is None or entry == WAITS:
         return list(range(run.plan().n_nodes))
     rows = [workbench.job_run(job, job_run) for job, job_run in entry["jobs"]]
     return [rank for rank, row in enumerate(rows) if words.life(row) == "gone"]
@@ -251,9 +259,10 @@ def end_jobs(workbench: Workbench, pairs: Sequence[tuple[str, str]]) -> None:
 def _sweep_jobs(workbench: Workbench, run: Run, entries: Entries) -> None:
     """End jobs of the deployment that no entry names: of an earlier launch, or of a controller that was killed."""
     kept = {str(job) for entry in entries.values() for job, _ in entry.get("jobs", ())}
-    rows = [
-        row for row in workbench.jobs() if names.is_of(str(row.get("name")), run.name) and str(row["id"]) not in kept
-    ]
+    own = names.workload(run.name, run.record().id, names.WEIGHTS_PART)
+    titles = {str(row["id"]): str(row.get("name")) for row in workbench.jobs()}
+    ours = {job for job, title in titles.items() if names.is_of(title, run.name) and title != own}
+    rows = [{"id": job} for job in sorted(ours - kept)]
     end_jobs(workbench, runs_of(workbench, rows))
 
 

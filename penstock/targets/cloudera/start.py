@@ -15,7 +15,7 @@ from typing import Any
 
 FACTS: dict[str, Any] = {}
 
-UNIT = os.environ["PENSTOCK_UNIT"]  # "gateway", "ui", "r0-n1"
+UNIT = os.environ["PENSTOCK_UNIT"]  # "gateway", "ui", "weights", "r0-n1"
 RUN, CODE, VENV = Path(FACTS["run"]), Path(FACTS["code"]), Path(FACTS["venv"])
 LOOK_S, INSTALL_S, SILENT_S = 1.0, 3600.0, 120.0
 
@@ -91,6 +91,8 @@ def argv_of(interpreter: str) -> list[str]:
     words = [interpreter, "-m"]
     if UNIT in ("gateway", "ui"):
         return [*words, "penstock.targets.cloudera.application", str(RUN), UNIT]
+    if UNIT == "weights":
+        return [*words, "penstock.targets.cloudera.weights", str(RUN)]
     replica, _, rank = UNIT[1:].partition("-n")
     launch = str(RUN / "artifact" / "launch.json")
     return [*words, "penstock.node", launch, "--replica", replica, "--rank", rank, "--kill-after", "3600"]
@@ -137,6 +139,10 @@ def main() -> None:
     if UNIT in ("gateway", "ui") and (RUN / "ca.pem").exists():
         env["SSL_CERT_FILE"] = str(RUN / "ca.pem")  # they call the workbench, and download nothing
     launcher = the_launcher() if UNIT == "gateway" and FACTS["nodes"] == "workers" else None
+    dashboard_port = os.environ.get(FACTS["dashboard_port"] or "")
+    if UNIT.endswith("-n0") and dashboard_port:
+        env["PENSTOCK_RAY_DASHBOARD_PORT"] = dashboard_port
+        say(f"Ray's dashboard: https://{os.environ.get('CDSW_ENGINE_ID')}.{os.environ.get('CDSW_DOMAIN')}")
     with (RUN / "logs" / f"{LOG}.log").open("ab") as log:
         child = subprocess.Popen(
             argv_of(interpreter), env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -154,8 +160,8 @@ def main() -> None:
         raise RuntimeError(f"penstock ended with code {child.returncode}; its log: {RUN}/logs/{LOG}.log")
 
 
-if UNIT in ("gateway", "ui"):
-    LOG = "controller" if UNIT == "gateway" else "ui"
+if UNIT in ("gateway", "ui", "weights"):
+    LOG = "controller" if UNIT == "gateway" else UNIT
 else:
     LOG = f"replica-{UNIT[1:]}".replace("-n0", "")
 main()

@@ -5,6 +5,7 @@ The project's file system is the same in all pods: the run folder is there, and 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -33,7 +34,19 @@ from penstock.run_folder import (
 from penstock.spec.blocks import Cloudera
 from penstock.spec.deployment import Deployment
 from penstock.targets import Adopted, Placement, Target, Tunnel, machines_of_file
-from penstock.targets.cloudera import checks, ending, folder, logs, measuring, names, placing, session, view, workloads
+from penstock.targets.cloudera import (
+    checks,
+    ending,
+    folder,
+    logs,
+    measuring,
+    names,
+    placing,
+    session,
+    view,
+    weights,
+    workloads,
+)
 from penstock.targets.cloudera.api import Workbench
 from penstock.targets.cloudera.folder import Place
 from penstock.targets.tunnel import forwarded
@@ -43,15 +56,17 @@ _FRESH_S = 2.0
 
 class ClouderaAi(Target):
     name = "cloudera"
-    capabilities = frozenset({"places-gateway", "tunnels", "measures"})
+    capabilities = frozenset({"places-gateway", "tunnels", "measures", "keeps-weights"})
     listen = "network"
     has_own_caches = True
     is_elastic = True
+    executor = "mp"  # vLLM on Ray wants more of /dev/shm than a project's pods have at first
 
     def __init__(self) -> None:
         self._workbenches: dict[tuple[Cloudera, str], Workbench] = {}
         self._choices = workloads.Choices()  # as last asked; `render` asks nothing
         self._fetcher = folder.Fetcher()
+        self._weights_due_at = 0.0
         self._last: dict[str, tuple[float, dict[Unit, Placement]]] = {}
 
     # ---- before ------------------------------------------------------------------------------------------------------
@@ -118,6 +133,18 @@ class ClouderaAi(Target):
         self._last[str(run.path)] = (now, placements)
         return placements
 
+    def keep_up(self, run: Run) -> None:
+        """Of the controller: replicas whose weights have come are forgotten, so that it places them."""
+        handle, now = run.handle(), time.monotonic()
+        waiting = {key for key, entry in handle.units.items() if entry == placing.WAITS}
+        if not waiting or not session.is_inside(run) or now < self._weights_due_at:
+            return
+        self._weights_due_at = now + _FRESH_S
+        with contextlib.suppress(PenstockError):  # `status` says so
+            if weights.bring(self._workbench_of(run), run).state == "there":
+                left = {key: entry for key, entry in run.handle().units.items() if entry != placing.WAITS}
+                run.write_handle(Handle(handle.target, left))
+
     def logs(self, run: Run, unit: Unit, follow: bool, last: int | None = None) -> Iterator[str]:
         n_nodes = run.plan().n_nodes if unit.kind == "replica" else 1
         parts = [names.log_of(unit.kind, unit.name, rank) for rank in range(n_nodes)]
@@ -147,6 +174,9 @@ class ClouderaAi(Target):
             return  # nothing was sent anywhere
         ending.end(self._workbench_of(run), run, grace_s)
         self._last.pop(str(run.path), None)
+
+    def end_weights(self, run: Run) -> None:
+        ending.end_weights(self._workbench_of(run), run)
 
     # ---- from any machine --------------------------------------------------------------------------------------------
 

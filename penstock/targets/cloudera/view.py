@@ -12,7 +12,7 @@ import msgspec
 from penstock.errors import PenstockError
 from penstock.run_folder import Run, Unit, order, unit_of
 from penstock.targets import Placement
-from penstock.targets.cloudera import names, placing, session, words, workers
+from penstock.targets.cloudera import names, placing, session, weights, words, workers
 from penstock.targets.cloudera.api import Object, Workbench
 from penstock.targets.cloudera.words import NodeRun, PodNote
 from penstock.targets.cloudera.workers import Worker
@@ -47,13 +47,15 @@ def look(workbench: Workbench, run: Run) -> dict[Unit, Placement]:
 
 
 def _replica(workbench: Workbench, run: Run, unit: Unit, entry: Mapping[str, Any]) -> Placement:
+    if not entry.get("jobs"):
+        return weights.placement(workbench, run)
     template = msgspec.json.decode(run.artifact().files[names.NODE])
     nodes = {}
     for rank, (job, job_run) in enumerate(entry.get("jobs", ())):
         row = workbench.job_run(job, job_run)
         note = pod_note(workbench, run, names.node_part(unit.name, rank), row)
         nodes[rank] = NodeRun(row, note, _failure(workbench, row), template["memory"])
-    return words.placement_of_replica(nodes) if nodes else Placement("gone", "it has no job")
+    return words.placement_of_replica(nodes)
 
 
 def _replica_of_workers(

@@ -51,6 +51,7 @@ class Workload:
         self.master: Workload | None = None  # of a worker: the engine that launched it
         self.pod: Pod | None = None
         self.kills_at: float | None = None
+        self.ends_at: float | None = None  # a job's time limit
         self.fault: str | None = None
         self.failure_reason: str | None = None
 
@@ -73,6 +74,7 @@ class Workloads:
         self.jobs: dict[str, dict[str, Any]] = {}
         self.runs: dict[str, Workload] = {}
         self.next_fault: str | None = None  # of the next run: "schedules for ever", "fails", "times out"
+        self.most_minutes: int | None = None  # of the site, for jobs that start from now on, whatever they ask for
         self._numbers = itertools.count(1)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._move, name="workbench", daemon=True)
@@ -176,6 +178,9 @@ class Workloads:
         if workload.fault in ("fails", "times out"):
             self._end(workload, "FAILED" if workload.fault == "fails" else "TIMEDOUT")
             return
+        if workload.ends_at is not None and time.monotonic() > workload.ends_at:
+            self._end(workload, "TIMEDOUT")
+            return
         code = workload.pod.poll()
         if code is not None:
             self._end(workload, "SUCCEEDED" if code == 0 and workload.prefix == "ENGINE_" else "FAILED")
@@ -198,6 +203,8 @@ class Workloads:
         }
         if workload.master is not None and workload.master.pod is not None:
             env |= {"CDSW_MASTER_ID": workload.master.engine, "CDSW_MASTER_IP": workload.master.pod.address}
+        if self.most_minutes is not None:
+            env["JOB_MAXIMUM_MINUTES"] = str(min(self.most_minutes, int(env["JOB_MAXIMUM_MINUTES"])))
         pod = self._pods.start(workload.body["script"], env)
         if pod is None:
             return
@@ -206,6 +213,7 @@ class Workloads:
             if workload.prefix == "ENGINE_":
                 workload.status = "STARTING"
                 workload.record["starting_at"] = _now()
+                workload.ends_at = time.monotonic() + 60.0 * int(env["JOB_MAXIMUM_MINUTES"])
 
     def _end(self, workload: Workload, status: str) -> None:
         if workload.pod is not None:

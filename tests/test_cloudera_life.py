@@ -1,0 +1,75 @@
+"""Real vLLM cut over two pods of the fake workbench, with mp in the 64 MB of /dev/shm that a project has at first."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from cloudera_rig import file_for, left
+from launching import Place, call, now, replica_of, wait_until
+
+from penstock.run_folder import Run
+from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS
+from penstock.testing.fake_workbench.server import Workbench
+from penstock.testing.fake_workbench.workloads import APP_PORT
+from penstock.wire.client import Client
+
+pytestmark = [pytest.mark.hosts, pytest.mark.vllm]
+READY_S, PLACE_S = 400.0, 1200.0
+CHATS = [row for row in DEMO_PROMPTS if row.kind == "chat"][:4]
+TWO_PODS: dict[str, Any] = {"hardware": {"nodes": 2, "gpus_per_node": 0}, "workload": {"concurrency": 4}}
+
+
+@pytest.fixture
+def place(workbench_place: Place) -> Place:
+    return workbench_place
+
+
+def up(place: Place, workbench: Workbench, executor: str, cut_by: str) -> tuple[Run, Client]:
+    args = {"enforce-eager": True} if cut_by == "tensor" else {}  # vLLM loses requests between stages with it
+    engine = {"kind": "vllm", "executor": executor, "max_model_len": 1024, "args": args}
+    block = {"public": True, "memory_gb": 6, **({"shared_memory_mb": 512} if executor == "ray" else {})}
+    file = file_for(place, workbench, engine=engine, cloudera=block, parallel={cut_by: 2}, **TWO_PODS)
+    done = call("up", file, "--json", "--no-wait")
+    assert done.code == 0, done
+    run = place.run()
+    wait_until(lambda: now(run).phase == "ready", "ready", READY_S)
+    return run, Client(str(run.known_url), str(done.events[0]["key"]), 60.0)
+
+
+def is_ready_since(run: Run, at: float) -> bool:
+    announcement = replica_of(run).announcement
+    return now(run).phase == "ready" and announcement is not None and (announcement.started_at or 0.0) > at
+
+
+def check_texts(client: Client) -> None:
+    for row in CHATS:
+        messages = [{"role": "user", "content": row.prompt}]
+        assert client.chat(messages, model="one", max_tokens=MAX_TOKENS, temperature=0).text == row.text
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("executor", "cut_by"), [("mp", "tensor"), ("ray", "pipeline")])
+def test_vllm_over_two_pods_gives_the_reference_text_and_comes_back_when_one_is_killed(
+    place: Place, workbench: Workbench, executor: str, cut_by: str
+) -> None:
+    began = time.monotonic()
+    run, client = up(place, workbench, executor, cut_by)
+    ready_s = time.monotonic() - began
+    announcement = replica_of(run).announcement
+    assert announcement is not None and len({node.address for node in announcement.nodes}) == 2
+    check_texts(client)
+    if executor == "ray":  # where the workbench's proxy leads those to who may run code in the pod
+        version = Client(f"http://{announcement.nodes[0].address}:{APP_PORT}").get_json("/api/version")
+        assert "ray_version" in version
+    second = next(row for row in workbench.workloads.runs.values() if row.body["name"].endswith("n1"))
+    assert second.pod is not None
+    second.pod.kill()
+    killed_at = time.time()
+    wait_until(lambda: now(run).phase == "degraded", "status says that it is lost", 60.0)
+    wait_until(lambda: is_ready_since(run, killed_at), "the replica is back", READY_S)
+    print(f"{executor} {cut_by}: ready after {ready_s:.1f} s, back after {time.time() - killed_at:.1f} s")
+    check_texts(client)
+    assert call("down", "one").code == 0
+    assert left(workbench) == []
