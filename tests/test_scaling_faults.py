@@ -7,16 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import launching
+import psutil
 import pytest
 import scaling_faults
 from hosts import Hosts
 from hosts_ray import RayCluster
-from launching import Place, a_place, call, pids
+from launching import Place, a_place, call, kill, pids
 from scaling_faults import FIELDS, World
 from slurm_cluster import Desk
 from ssh_rig import left_on, until, write
 
 from penstock import targets
+from penstock.deployment import observe
 from penstock.run_folder import Run
 from penstock.targets.ray.jobs_api import Dashboard
 
@@ -25,7 +27,7 @@ from penstock.targets.ray.jobs_api import Dashboard
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setattr(launching, "DEADLINE_S", 120.0)
     targets.load.cache_clear()
-    with a_place(tmp_path, deadline_s=500.0) as ours:
+    with a_place(tmp_path, deadline_s=900.0) as ours:
         yield ours
 
 
@@ -72,6 +74,34 @@ def test_a_controller_and_a_gateway_killed_at_each_phase_on_this_machine(place: 
     live(place, world_of(place, place.write("one", **FIELDS), "local"))
 
 
+@pytest.mark.processes
+@pytest.mark.nightly
+def test_a_gateways_worker_killed_while_one_wakes_takes_only_its_own_requests(place: Place) -> None:
+    fields = {**FIELDS, "replicas": {"min": 0, "max": 1, "idle_s": 1}}
+    fields["gateway"] = {"workers": 2, "hold_s": 100}
+    world = world_of(place, place.write("one", **fields), "local, 2 workers")
+    world.wait(lambda: world.number() == 0 and not world.run.handle().units, "nobody asks: it ends")
+    n_before, streams = world.starts.of("0"), world.asks(8, 8)
+    world.wait(lambda: world.starts.of("0") == n_before + 1, "it wakes one")
+    view = observe.admin_view(world.run)
+    assert view is not None and view.waiting == 8, "all are held"
+    parent = world.pid("gateway")
+    held = {pid: n_clients(pid, world.url) for pid in pids(world.run, "gateway") if pid != parent}
+    victim = min(held, key=lambda pid: held[pid])
+    with world.fault("gateway's worker", "woken, one loads", 1, *streams, lost=held[victim]):
+        kill(victim)
+    assert sum(held.values()) == 8 and held[victim] < 8
+    assert world.starts.of("0") == n_before + 1
+    place.note(world.run)
+    scaling_faults.check(world)
+
+
+def n_clients(pid: int, url: str) -> int:
+    """Connections of clients that this process serves."""
+    port, rows = int(url.rpartition(":")[2]), psutil.Process(pid).net_connections("tcp")
+    return sum(row.status == psutil.CONN_ESTABLISHED and row.laddr[1] == port for row in rows)
+
+
 @pytest.mark.hosts
 @pytest.mark.nightly
 def test_on_hosts_over_ssh(place: Place, hosts: Hosts) -> None:
@@ -92,6 +122,8 @@ def test_on_a_ray_cluster(place: Place, ray_cluster: RayCluster) -> None:
 
     world.submitted = submitted
     live(place, world)
+    done = call("down", "one")
+    assert done.code == 0, done
 
 
 @pytest.mark.hosts
