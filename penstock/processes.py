@@ -132,6 +132,14 @@ def is_alive(process: Process) -> bool:
         return False
 
 
+def environment(process: Process) -> dict[str, str]:
+    """What a process was started with; empty where it is gone."""
+    try:
+        return dict(psutil.Process(process.pid).environ()) if is_alive(process) else {}
+    except (psutil.Error, OSError):
+        return {}
+
+
 def is_near(pid: int) -> bool:
     """Whether a process is our user's, and sees the files and the processes that we see: it is in no container."""
     entry, own = Path(f"/proc/{pid}"), Path("/proc/self")

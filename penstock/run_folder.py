@@ -102,10 +102,12 @@ class Artifact(msgspec.Struct, frozen=True):
 
 
 class Handle(msgspec.Struct, frozen=True):
-    """handle.json: by the key of each unit, what its target needs to find it again (a process, a job id, ...)."""
+    """handle.json: by the key of each unit, what its target needs to find it again (a process, a job id, ...).
+    `ordered`: replicas not in it that a controller began to start, and has not noted yet."""
 
     target: str
     units: dict[str, dict[str, Any]] = {}
+    ordered: tuple[str, ...] = ()
 
     @property
     def replicas(self) -> dict[str, dict[str, Any]]:
@@ -507,13 +509,11 @@ def choose(name: str | None) -> Run:
     """The run of that name, or the only one that is not ended.  Raises UserError."""
     if name is not None:
         return find(name)
-    live = living()
-    if len(live) == 1:
+    if len(live := living()) == 1:
         return live[0]
-    names = ", ".join(run.name for run in live)
+    names, ended = ", ".join(run.name for run in live), "Start one: penstock up. Ended ones: penstock ls -a."
     if not live:
-        hint = "Start one: penstock up. Ended ones: penstock ls -a."
-        raise UserError("cannot choose a deployment: none runs", hint=hint)
+        raise UserError("cannot choose a deployment: none runs", hint=ended)
     raise UserError(f"cannot choose a deployment: {len(live)} run", hint=f"Name one of: {names}.")
 
 

@@ -29,7 +29,7 @@ class Stubborn:
         self.n_tries += 1
         wanted = {unit.name for unit in units} | self.holds
         placed: dict[str, Any] = {replica(name).key: {} for name in wanted if name in self.allows | self.holds}
-        if placed == run.handle().units:
+        if placed == run.handle().units and wanted - self.allows:
             raise PenstockError("node3 has no room")
         return Handle("local", placed)
 
@@ -88,9 +88,21 @@ def test_one_that_is_refused_is_tried_ever_later_and_status_says_why(ticks: Tick
 
 def test_another_wish_is_tried_at_once_and_the_old_one_forgotten(ticks: Ticks) -> None:
     ticks.tick(TWO)
+    assert ticks.run.handle().ordered == ("1",), "its target may have begun"
     assert ticks.tick(Desired("up", 1)).replicas[-1].replica == "0"
-    ticks.tick(TWO)
+    assert (ticks.target.n_tries, ticks.run.handle().ordered) == (2, ()), "nothing of it is left"
+    ticks.tick(Desired("up", 1))
     assert ticks.target.n_tries == 2
+    ticks.tick(TWO)
+    assert ticks.target.n_tries == 3
+
+
+def test_what_a_killed_controller_ordered_is_looked_for_also_when_the_number_is_right(ticks: Ticks) -> None:
+    ticks.run.write_handle(Handle("local", {"replica/0": {}}, ("1",)))
+    ticks.tick(Desired("up", 1))
+    assert (ticks.target.n_tries, ticks.run.handle()) == (1, Handle("local", {"replica/0": {}}))
+    ticks.tick(Desired("up", 1))
+    assert ticks.target.n_tries == 1
 
 
 def test_one_that_cannot_be_ended_is_not_reported_as_ended(ticks: Ticks) -> None:

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 from autoscale_story import FIELDS, SLOW
 from kubernetes_cluster import Namespace
 from kubernetes_metrics_adapter import Adapter
-from launching import Asking, Place, ask, call, now, wait_until
+from launching import Asking, Place, ask, call, now, wait_ready, wait_until
 from test_kubernetes_target import file_for, place  # noqa: F401 - fixtures
 
 from penstock.errors import PenstockError
@@ -45,6 +48,103 @@ def test_the_controller_in_the_cluster_follows_the_load(place: Place, kubernetes
     at_two: list[str] = []
     autoscale_story.live(run, key, 90.0, lambda: at_two.extend(sets(kubernetes)))
     assert at_two == ["one-r0", "one-r1"]
+
+
+class Pods:
+    """The pods of replicas from now on, by the replica: the uids of those that ever were, and most of one at once."""
+
+    def __init__(self, space: Namespace) -> None:
+        self.uids: dict[str, set[str]] = {}
+        self.most_at_once = 0
+        self._space, self._is_over = space, threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._is_over.wait(0.1):
+            rows = self._space.objects("pods", labels="app.kubernetes.io/component=replica")
+            names = [row["metadata"]["name"] for row in rows]
+            self.most_at_once = max([self.most_at_once, *map(names.count, names)])
+            for row in rows:
+                self.uids.setdefault(row["metadata"]["name"], set()).add(row["metadata"]["uid"])
+
+    def of(self, name: str) -> int:
+        return len(self.uids.get(name, ()))
+
+    def end(self) -> None:
+        self._is_over.set()
+        self._thread.join(10.0)
+
+
+@pytest.fixture
+def pods(kubernetes: Namespace) -> Iterator[Pods]:
+    seen = Pods(kubernetes)
+    yield seen
+    seen.end()
+
+
+@pytest.mark.nightly
+def test_a_controllers_pod_that_is_lost_at_each_phase_places_nothing_twice(
+    place: Place, kubernetes: Namespace, pods: Pods
+) -> None:
+    """The next pod has nothing but what the API keeps. Each phase prints a row of docs/measurements/faults.md (-s)."""
+    replicas = {"min": 0, "max": 2, "idle_s": 10}
+    run, key = up(place, file_for(place, args=SLOW | {"load-s": 4.0}, gateway=FIELDS["gateway"], replicas=replicas))
+    began = 0.0
+
+    def lose_controller() -> float:
+        (controller,) = kubernetes.pods("app.kubernetes.io/component=controller")
+        kubernetes.kubectl("delete", "pod", controller.name, "--wait=false", "--grace-period=0", "--force")
+        return time.monotonic()
+
+    def row(phase: str, *streams: Asking) -> None:
+        seconds, n_lost = time.monotonic() - began, sum(stream.end().error is not None for stream in streams)
+        print(f"| kubernetes | controller's pod | {phase} | {seconds:.1f} | {n_lost} of {len(streams)} |", flush=True)
+        assert n_lost == 0, [stream.error for stream in streams]
+
+    streams = [Asking(run.url, autoscale_story.N_TOKENS, key=key) for _ in range(4)]
+    wait_until(lambda: sets(kubernetes) == ["one-r0", "one-r1"], "requests wait: the second is placed", 60.0)
+    began = lose_controller()
+    wait_ready(run, 2, 90.0)
+    row("placed, one loads", *streams)
+    assert (pods.of("one-r0-0"), pods.of("one-r1-0")) == (1, 1)
+
+    assert call("scale", "one", 2).code == 0
+    wait_ready(run, 2, 90.0)
+    n_second = pods.of("one-r1-0")
+    streams = [Asking(run.url, 200, key=key) for _ in range(2)]
+    wait_until(lambda: all(row.in_flight for row in now(run).replicas), "both are busy", 60.0)
+    assert call("scale", "one", 1, "--no-wait").code == 0
+    wait_until(lambda: any(row.is_draining for row in now(run).replicas), "one drains", 60.0)
+    began = lose_controller()
+    wait_ready(run, 1, 90.0)
+    row("one drains", *streams)
+    assert (pods.of("one-r0-0"), pods.of("one-r1-0")) == (1, n_second)
+
+    assert call("scale", "one", "auto").code == 0
+    wait_until(lambda: sets(kubernetes) == [], "nobody asks: all end", 120.0)
+    n_first, held = pods.of("one-r0-0"), Asking(run.url, 8, key=key)
+    wait_until(lambda: sets(kubernetes) == ["one-r0"], "the request wakes one", 60.0)
+    began = lose_controller()
+    held.end()
+    wait_ready(run, 1, 90.0)
+    row("woken, one loads", held)
+    assert (pods.of("one-r0-0"), pods.most_at_once) == (n_first + 1, 1)
+
+
+@pytest.mark.nightly
+def test_a_roll_begins_with_as_many_as_serve(place: Place, kubernetes: Namespace) -> None:
+    file = file_for(place, args=SLOW, gateway=FIELDS["gateway"], replicas={"min": 1, "max": 2})
+    run, key = up(place, file)
+    streams = [Asking(run.url, 100, key=key) for _ in range(4)]
+    wait_until(lambda: [row.state for row in now(run).replicas] == ["ready", "ready"], "two serve", 90.0)
+    before = sets(kubernetes)
+    assert len(before) == 2
+    file.write_text(file.read_text().replace("drain_s: 10", "drain_s: 9"))
+    assert call("up", file, "--replace", "--no-wait").code == 0
+    wait_until(lambda: len({*sets(kubernetes)} - {*before}) == 2, "two of the new revision, not replicas.min", 90.0)
+    for stream in streams:
+        stream.end()
 
 
 def gauge(run: Run, key: str) -> int | None:

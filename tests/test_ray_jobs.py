@@ -332,6 +332,21 @@ def test_the_last_lines_of_a_log_and_the_end_with_the_deployment(cluster: type[F
     assert list(RayJobs().logs(run, replica("0"), follow=True, last=1)) == ["its last words"]
 
 
+def test_a_job_that_a_killed_controller_submitted_is_taken_over_or_ended(
+    cluster: type[FakeDashboard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, ended = run_folder(deployment()), list[str]()
+    monkeypatch.setattr(
+        RayJobs, "_end", lambda _self, _dashboard, _run, jobs, _grace_s: ended.extend(job.id for job in jobs)
+    )
+    facts = {"penstock_run_id": run.record().id, "penstock_replica": "0"}
+    cluster.jobs_now = {"j": Job("j", "PENDING", "", facts), "k": Job("k", "FAILED", "", facts)}
+    run.write_handle(Handle("ray", {}, ("0",)))
+    handle = RayJobs().place(run, [replica("0")])
+    assert (handle.replicas["0"]["job"], handle.ordered, ended) == ("j", (), [])
+    assert (RayJobs().place(run, []), ended) == (Handle("ray"), ["j"])
+
+
 @pytest.mark.parametrize(
     ("log", "is_swept"),
     [(driver.ENDED, False), (f"penstock: node 1{driver.LOST}x\n{driver.ENDED}", True), ("killed", True)],
@@ -343,7 +358,7 @@ def test_an_end_removes_what_lost_nodes_and_killed_drivers_left(
     monkeypatch.setattr(target_ray, "_ask_nodes", lambda *words: questions.append(words[2]))
     monkeypatch.setattr(target_ray, "_MONITORED_S", 0.0)
     monkeypatch.setattr(cluster, "upload", lambda *_: "", raising=False)
-    monkeypatch.setattr(cluster, "delete", lambda _, job: deleted.append(job), raising=False)
+    monkeypatch.setattr(cluster, "delete", lambda _, job: deleted.append(cluster.jobs_now.pop(job).id), raising=False)
     ended = Job("j", "SUCCEEDED", "", {"penstock_run_id": run.record().id, "penstock_replica": "0"})
     monkeypatch.setattr(cluster, "stop", lambda *_: cluster.jobs_now.update(j=ended), raising=False)
     cluster.jobs_now, cluster.logs_now = {"j": msgspec.structs.replace(ended, state="RUNNING")}, [log]

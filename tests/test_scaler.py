@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -14,9 +14,9 @@ from penstock.deployment import autoscale
 from penstock.deployment.autoscale import Decision, Policy, Recent, Sample
 from penstock.deployment.controller import scaler
 from penstock.deployment.controller.load_samples import LoadSampler
-from penstock.deployment.controller.scaler import Look, Scaler
+from penstock.deployment.controller.scaler import Kept, Look, Scaler
 from penstock.deployment.observe import Observation
-from penstock.run_folder import Desired, Part, replica
+from penstock.run_folder import Desired, Handle, Part, ReplicaStatus, Run, State, replica
 from penstock.targets import Placement
 from penstock.wire.announcement import EngineLoad, GatewayView, LoadCounts, ReplicaView
 from penstock.wire.gateways import joined
@@ -123,7 +123,7 @@ class Rig:
         patch.setattr(scaler, "scale", self.wishes)
         fields = {"replicas": {"min": 0, "max": 5}, **fields}
         self.run, self.now = run_folder(deployment(**fields)), NOW
-        self.wanted, self.last = AUTO, None
+        self.wanted, self.last = AUTO, cast(State | None, None)
         self.asked: int | None = None
         self.scaler = self.begin()
 
@@ -159,6 +159,87 @@ def test_decisions_are_kept_and_told_when_the_number_changes(home: Path, monkeyp
     assert rig.events() == []
     lines = rig.run.samples_file.read_bytes().splitlines()
     assert [msgspec.json.decode(line, type=Sample).t for line in lines] == [NOW + n for n in (1, 2, 3, 5)]
+
+
+def test_a_controller_whose_memory_is_some_seconds_old_ends_nothing_that_was_ordered_since(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a cluster its pod may be another one. What it has is a copy of what the last one wrote."""
+    rig = Rig(monkeypatch, 1, 2, **KEDA | {"replicas": {"min": 1, "max": 3}})
+    record = rig.run.record()
+    monkeypatch.setattr(Run, "record", lambda _: msgspec.structs.replace(record, placed=("replica", "controller")))
+    rig.begin()
+    assert rig.step(READY, r0="placed") == 1
+    rig.run.write_handle(Handle("kubernetes", {"replica/0": {}, "replica/1": {}}))
+    rig.begin()
+    assert rig.step(None, r0="placed", r1="placed") == 2
+    rig.run.write_handle(Handle("kubernetes", {f"replica/{n}": {} for n in range(9)}))
+    rig.begin()
+    assert rig.step(None, r0="placed") == 3, "at most as many as the file says"
+
+
+def test_a_roll_begins_with_as_many_as_serve(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, 3, **KEDA | {"replicas": {"min": 1, "max": 3}})
+    rig.run.write_handle(Handle("kubernetes", {f"replica/{n}": {} for n in range(3)}))
+    rig.begin()
+    assert rig.step(None, r0="placed") == 3, "of the controller before there is nothing, its replicas are there"
+
+
+def test_one_that_is_lost_starts_again_from_now(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, 1)
+    rig.step(READY, r0="placed")
+    rig.now += 5000.0
+
+    def left_s() -> float:
+        assert rig.scaling.ready_at is not None
+        return rig.scaling.ready_at - rig.now
+
+    rig.step(view(told("0", "loading")), r0="placed")
+    assert left_s() == pytest.approx(100, abs=1), "its engine was started again"
+    rig.step(READY, r0="placed")
+    assert rig.scaling.ready_at is None
+    rig.now += 5000.0
+    rig.step(None, r0="placed")
+    assert left_s() < 0, "a gateway that knows nothing yet"
+    for state in ("gone", "queued"):
+        rig.step(READY, r0="placed")
+        rig.now += 5000.0
+        rig.step(view(), r0=state)
+        rig.step(view(), r0=state)
+        assert left_s() == pytest.approx(100, abs=2), "it is placed again"
+    rig.step(READY, r0="placed")
+    rig.last = State(NOW, "ready", 1, (ReplicaStatus("0", "ready", "placed"),))
+    rig.begin()
+    rig.now += 5000.0
+    rig.step(view(told("0", "loading")), r0="placed")
+    assert left_s() == pytest.approx(100, abs=1), "also when another controller saw it serve"
+
+
+def test_one_that_ends_is_no_start_that_is_late(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, 1)
+    rig.step(READY, r0="placed")
+    rig.now += 5000.0
+    draining = Look(seen(view(told("0", "stopping"), told("1", "loading")), r0="placed", r1="placed"), (), (), ("0",))
+    ready_at = rig.scaler.step(AUTO, draining, rig.now).ready_at
+    assert ready_at == pytest.approx(rig.now + 100, abs=1)
+
+
+def test_a_controller_that_takes_over_keeps_slurms_pause(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = {"target": "slurm", "slurm": {"partition": "gpu"}, "gateway": {"auth": "keys"}}
+    rig = Rig(monkeypatch, 4, **slurm)
+    assert rig.step(READY, r0="placed") == 2
+    rig.begin()
+    numbers = [rig.step(READY, r0="placed", r1="queued") for _ in range(31)]
+    assert (numbers[0], numbers[27], numbers[30]) == (2, 2, 3)
+
+
+def test_one_that_a_request_woke_is_kept_by_the_next_controller(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, 0)
+    rig.step(rows_with())
+    rig.now -= 0.8
+    assert rig.step(rows_with(waiting=1)) == 1
+    kept = msgspec.json.decode(rig.run.scaling_file.read_bytes(), type=Kept)
+    assert kept.remembered.asked_t == rig.now, "it was asked for then, also when no sample says so"
 
 
 def test_a_pinned_number_stays_and_is_where_the_load_begins_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,3 +254,12 @@ def test_sacct_is_asked_once_who_cancelled_a_job(commands: Commands) -> None:
     commands.now += 60
     commands.states["1"] = "PENDING"
     assert slurm.status(run)[replica("0")].state == "queued", "requeued by hand, it is not over"
+
+
+def test_a_job_that_a_killed_controller_submitted_from_zero_is_taken_over(commands: Commands) -> None:
+    run, slurm = run_of(commands, {"0": "PENDING"}), target.Slurm()
+    run.write_handle(Handle("slurm", {}, ordered=("0",)))
+    assert slurm.place(run, [Unit("replica", "0")]).units == {"replica/0": {"job": "0"}}
+    assert commands.of("sbatch") == commands.of("scancel") == []
+    assert slurm.place(run, []).units == {}
+    assert commands.of("scancel") == [["0"]], "it is not wanted any more"

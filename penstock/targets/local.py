@@ -51,6 +51,8 @@ class Local(Target):
     def place(self, run: Run, units: Collection[Unit]) -> Handle:
         entries, problems = run.handle().replicas, list[PenstockError]()
         before = dict(entries)
+        for name in run.handle().ordered:
+            entries |= _started_before(run, name)
         wanted = {unit.name for unit in units}
         for name in [name for name in entries if name not in wanted]:
             # After SIGTERM the node drains its engine, at most for as long as the plan says.
@@ -94,10 +96,24 @@ def _process(entry: dict[str, object]) -> Process:
     return msgspec.convert(entry, Process)
 
 
+def _started_before(run: Run, name: str) -> dict[str, dict[str, Any]]:
+    """The entry of a replica that a controller started and, killed, did not note."""
+    for process in processes.find_marked(str(run.path), name):
+        if process.role == "node":
+            gpus = processes.environment(process).get("CUDA_VISIBLE_DEVICES", "") if _on_gpus(run) else ""
+            facts = Process(process.pid, process.started_at, process.role)
+            return {name: {**msgspec.to_builtins(facts), "gpus": [int(index) for index in gpus.split(",") if index]}}
+    return {}
+
+
+def _on_gpus(run: Run) -> bool:
+    return run.plan().device == "cuda"
+
+
 def _choose_gpus(run: Run, entries: dict[str, dict[str, Any]]) -> list[int]:
     """The GPUs for one more replica: free ones that no replica of the run has. None on a machine without GPUs."""
     plan = run.plan()
-    if plan.device != "cuda":
+    if not _on_gpus(run):
         return []
     taken = {index for entry in entries.values() for index in entry.get("gpus", ())}
     usable = usable_gpus(this_machine(), plan.gpu_memory_utilization)

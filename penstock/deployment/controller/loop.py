@@ -75,7 +75,7 @@ class Controller:
         last = run.state()
         self.history = History(
             controller=self._own_part(last),
-            gateway=last.gateway if last else Part("gone"),
+            gateway=self._gateway_part(last),
             replicas={row.replica: _seen_by_controller(row) for row in last.replicas} if last else {},
             failed={row.replica: row for row in last.replicas if row.state == "failed"} if last else {},
             was_ready=last is not None and last.phase in ("ready", "degraded"),
@@ -194,6 +194,18 @@ class Controller:
         self.run.add_event("controller restarted", reason)
         return msgspec.structs.replace(part, n_restarts=before.n_restarts, restarts=before.restarts).restarted(reason)
 
+    def _gateway_part(self, last: State | None) -> Part:
+        """The gateway as the controller before this one had it, or one that it started and, killed, did not note."""
+        part = last.gateway if last is not None else Part("gone")
+        if "gateway" in self._placed or (part.process is not None and processes.is_alive(part.process)):
+            return part
+        unnoted = [process for process in processes.find_marked(str(self.run.path)) if process.role == "gateway"]
+        if not unnoted:
+            return part
+        first = min(unnoted, key=lambda process: process.started_at)  # it starts its workers
+        process = Process(first.pid, first.started_at, first.role)
+        return msgspec.structs.replace(part, state="running", process=process)
+
     def _keep_watchdog(self) -> None:
         if self._watchdog is not None and processes.is_alive(self._watchdog):
             return
@@ -309,14 +321,15 @@ class Controller:
         units = placed if decision.place is None else frozenset(u for u in decision.place if u.kind in self._placed)
         if self._refusal is not None and self._refusal.changes != placed ^ units:
             self._refusal = None
-        if decision.place is None:
+        is_unnoted = bool(self.run.handle().ordered)  # by a controller that was killed while it placed
+        if decision.place is None and not is_unnoted:
             return
         if decision.starts_gateway and "gateway" in self._placed:
             self._note_gateway(decision, seen, now)
         if not self._note_restarts(decision, seen, now):
             return
         # The target is asked at once, but later each time that it refuses the same.
-        is_due = units != placed and (self._refusal is None or now >= self._refusal.again_at)
+        is_due = (units != placed or is_unnoted) and (self._refusal is None or now >= self._refusal.again_at)
         if not (decision.again or is_due):
             return
         self._post_each("/admin/forget", decision.evict)
@@ -348,7 +361,7 @@ class Controller:
     def _place(self, units: Collection[Unit], segments: Sequence[str]) -> None:
         before = _placed_units(self.run)
         try:
-            self.run.write_handle(self.run.handle())  # what a full disk cannot keep is not placed
+            self._note_ordered(units)  # what a full disk cannot keep is not placed
             self.run.write_handle(self.target.place(self.run, units))
         except (PenstockError, OSError) as exc:
             self._refuse(frozenset(units) ^ before, str(exc))
@@ -363,6 +376,12 @@ class Controller:
         for unit in sorted(after - before, key=order):
             name = unit.name if unit.kind == "replica" else None
             self.run.add_event(f"{unit.kind} placed", f"{unit.kind} {unit.name} placed", name)
+
+    def _note_ordered(self, units: Collection[Unit]) -> None:
+        """A controller that takes over finds what this one starts now, also when its target has not told it yet."""
+        handle = self.run.handle()
+        new = {unit.name for unit in units if unit.kind == "replica" and unit.key not in handle.units}
+        self.run.write_handle(msgspec.structs.replace(handle, ordered=tuple(sorted({*handle.ordered, *new}))))
 
     def _refuse(self, changes: frozenset[Unit], message: str) -> None:
         if self._refusal is None or self._refusal.message != message:

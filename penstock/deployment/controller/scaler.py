@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -27,6 +27,7 @@ from penstock.planner import Plan
 from penstock.processes import Backoff
 from penstock.run_folder import Desired, Run, State, replica
 from penstock.spec.deployment import Deployment
+from penstock.targets import Placement
 from penstock.text import MIB, show_seconds
 from penstock.wire.announcement import SERVING
 from penstock.wire.scaling import Scaling
@@ -43,14 +44,15 @@ _NUMBERS = re.compile(r"-?\d[\d.,]*")
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """scaling.json. `ordered_at`: when the start of each replica was ordered, in Unix seconds; `waits_s`: how long the
-    last ones waited in a queue of their target."""
+    """scaling.json. `ordered_at`: when the start of each replica was ordered, `ordered_more_at`: when more of them were
+    (Unix seconds); `waits_s`: how long the last ones waited in a queue of their target."""
 
     replicas: int
     remembered: Remembered
     reason: str = "as the file says"
     ordered_at: dict[str, float] = {}
     waits_s: tuple[float, ...] = ()
+    ordered_more_at: float = 0.0
 
 
 class Look(NamedTuple):
@@ -72,20 +74,22 @@ class Scaler:
         self.events: list[Event] = []
         self.retried: frozenset[str] = frozenset()  # failed replicas that are to be started again now
         self._run, self._plan, self._replicas = run, plan, deployment.replicas
-        self._order_every_s = targets.load(deployment.target).order_every_s
-        self._ordered_more_at = 0.0
+        target = targets.load(deployment.target)
+        self._order_every_s = target.order_every_s
         self._sampler = LoadSampler(time.time())
         self._samples: deque[Sample] = deque(maxlen=_SAMPLES_KEPT)
-        before = last.scaling if last is not None else None
-        first = before.replicas if before is not None else run.desired().replicas
-        kept = _read(run) or Kept(first, Remembered(replicas=first))
-        self._number, self._remembered = kept.replicas, kept.remembered
-        self._needed = kept.replicas  # what the load needs, where another autoscaler sets the number
+        kept = _read(run) or _first(run, last)
+        self._number, self._remembered, self._ordered_more_at = kept.replicas, kept.remembered, kept.ordered_more_at
+        if run.places("controller") and not target.shares_files:  # what was kept is some seconds old: none ends by it
+            self._number = max(self._number, min(len(run.handle().replicas), self._replicas.max))
+        self._needed = self._number  # what the load needs, where another autoscaler sets the number
         self._ordered_at, self._waits_s = dict(kept.ordered_at), kept.waits_s
         self._queued: set[str] = set()
+        self._served = {row.replica for row in last.replicas if row.state in SERVING} if last is not None else set()
         self._reason, self._noted, self._noted_at = kept.reason, _NUMBERS.sub("#", kept.reason), 0.0
         self._start_s: float | None = None
         self._sampled_at = self._written_at = 0.0
+        self._written_names = frozenset(kept.ordered_at)
         self._full: tuple[int, float] | None = None  # how many had room, and until when that counts
         self._full_backoff = Backoff(60.0, 900.0, 900.0)
         self._backoff, self._retry_at = Backoff(30.0, 600.0, 1800.0), 0.0
@@ -107,11 +111,13 @@ class Scaler:
         else:
             held = look.seen.view.waiting if look.seen.view is not None else 0
             if held and self._number == 0:  # at once, not with the next sample
-                self._needed = 1
+                self._needed, self._ordered_more_at = 1, now
+                self._remembered = msgspec.structs.replace(self._remembered, asked_t=now)
                 self._set(1, f"{held} request{'s' if held > 1 else ''} held, and there is no replica")
             elif is_due and self._samples:
                 self._decide(look, now)
-        if before != self._number or now - self._written_at >= _WRITE_EVERY_S:
+        is_new = before != self._number or self._ordered_at.keys() != self._written_names
+        if is_new or now - self._written_at >= _WRITE_EVERY_S:
             self._write(now)
         if not desired.is_pinned:
             self._note(before, now)
@@ -187,6 +193,8 @@ class Scaler:
             self._ordered_at[name] = now
         for name in self._ordered_at.keys() - placements.keys():
             del self._ordered_at[name]
+        for name in self._starting_again(placements, look):
+            self._ordered_at[name] = now
         queued = {name for name, place in placements.items() if place.state == "queued"}
         for name in sorted((self._queued - queued) & placements.keys()):
             self._waits_s = (*self._waits_s, round(now - self._ordered_at[name], 1))[-_WAITS_KEPT:]
@@ -196,6 +204,19 @@ class Scaler:
             self._full = None
         if look.refused and self._full is None:
             self._full = len(placements), now + self._full_backoff.next(now)
+
+    def _starting_again(self, placements: Mapping[str, Placement], look: Look) -> set[str]:
+        """Replicas that are lost, or load once more. A gateway that does not know one says nothing."""
+        rows = {row.announcement.replica: row for row in (look.seen.view.replicas if look.seen.view else ())}
+        again = {name for name, place in placements.items() if place.state == "gone"}
+        for name in placements.keys() - set(look.leaving):
+            row, was_placed = rows.get(name), placements[name].state == "placed"
+            if row is not None and row.is_alive and row.announcement.state in SERVING:
+                self._served.add(name)
+            elif name in self._served and (not was_placed or (row is not None and row.is_alive)):
+                again.add(name)
+        self._served = (self._served & placements.keys()) - again
+        return again
 
     def _note_failures(self, look: Look, now: float) -> None:
         """A start that failed is tried again, each time later, while its replica is wanted."""
@@ -241,7 +262,8 @@ class Scaler:
         coming = [
             at
             for name, at in self._ordered_at.items()
-            if name not in look.failed and not (name in rows and rows[name].announcement.state in SERVING)
+            if name not in {*look.failed, *look.leaving}
+            and not (name in rows and rows[name].announcement.state in SERVING)
         ]
         begins = min(coming) if coming else self._retry_at if self._retry_at else now if self._number else None
         ready_at = None if begins is None or self._serves(look) else begins + self._expected_start_s()
@@ -268,8 +290,10 @@ class Scaler:
             self.events.append(Event(decisions.EVENT, decisions.write_text(before, self._number, self._reason)))
 
     def _write(self, now: float) -> None:
-        self._written_at = now
-        kept = Kept(self._number, self._remembered, self._reason, self._ordered_at, self._waits_s)
+        self._written_at, self._written_names = now, frozenset(self._ordered_at)
+        kept = Kept(
+            self._number, self._remembered, self._reason, self._ordered_at, self._waits_s, self._ordered_more_at
+        )
         try:
             write_atomically(self._run.scaling_file, msgspec.json.encode(kept))
         except OSError as exc:
@@ -285,6 +309,13 @@ def _without(sample: Sample, names: Collection[str]) -> Sample:
 def _is_final(seen: Observation, name: str) -> bool:
     placement = seen.placements.get(replica(name))
     return placement is not None and placement.is_final
+
+
+def _first(run: Run, last: State | None) -> Kept:
+    """Where nothing is kept: as many as there were, or are, or as the file says."""
+    before = last.scaling if last is not None else None
+    number = before.replicas if before is not None else max(run.desired().replicas, len(run.handle().replicas))
+    return Kept(number, Remembered(replicas=number))
 
 
 def _read(run: Run) -> Kept | None:

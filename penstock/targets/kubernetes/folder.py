@@ -2,7 +2,7 @@
 
 ConfigMap NAME-run      spec.yaml, plan.json, artifact.json      written by `up`
 ConfigMap NAME-desired  desired.json                             written by `up` and `scale`
-ConfigMap NAME-state    state.json, handle.json, events.jsonl, address.json    written by the controller
+ConfigMap NAME-state    state.json, handle.json, scaling.json, events.jsonl, address.json    written by the controller
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _STATE_FILES = {
     "events.jsonl": "events.jsonl",
     "address.json": "gateway/address.json",
     "gateway.json": "gateway.json",  # of it, what others than the gateway read
+    "scaling.json": "scaling.json",  # for the controller of another pod
 }
 # etcd keeps every version for minutes; a state without news is written for its time alone.
 _ASK_EVERY_S, _WRITE_EVERY_S, _WRITE_AT_LEAST_EVERY_S = 1.0, 2.0, 20.0
@@ -247,8 +248,8 @@ def _content(run: Run) -> dict[str, str]:
 
 
 def _without_time(data: Mapping[str, str]) -> list[str]:
-    """The state without the moment of its observation, which is new each second."""
-    rest = {key: text for key, text in data.items() if key != "state.json"}
+    """The state without the moment of its observation and without what the autoscaler remembers, new each second."""
+    rest = {key: text for key, text in data.items() if key not in ("state.json", "scaling.json")}
     state = [line for line in data.get("state.json", "").splitlines() if '"observed_at"' not in line]
     return [*state, *(f"{key}={text}" for key, text in sorted(rest.items()))]
 

@@ -190,7 +190,8 @@ class RayJobs(Target):
         dashboard = Dashboard(_address(run))
         run_id, entries = run.record().id, run.handle().replicas
         jobs, names = dashboard.jobs(), sorted(unit.name for unit in units)
-        kept = {name: entries[name] for name in names if name in entries and _is_alive(jobs.get(entries[name]["job"]))}
+        known = entries | _submitted_before(run, _of_run(jobs, run_id), dashboard.address)
+        kept = {name: known[name] for name in names if name in known and _is_alive(jobs.get(known[name]["job"]))}
         wanted = {entry["job"] for entry in kept.values()}
         # One that ended by itself stays in Ray's list, with its log, until `end`.
         extra = [job for job in _of_run(jobs, run_id) if job.id not in wanted and not job.has_ended]
@@ -412,6 +413,13 @@ def _address(run: Run) -> str:
 
 def _is_alive(job: Job | None) -> bool:
     return job is not None and not job.has_ended
+
+
+def _submitted_before(run: Run, jobs: Iterable[Job], address: str) -> dict[str, dict[str, Any]]:
+    """The entries of jobs that a controller submitted and, killed, did not note."""
+    ordered = run.handle().ordered
+    names = {job.metadata.get(_META_REPLICA, ""): job.id for job in jobs if not job.has_ended}
+    return {name: {"job": names[name], "address": address} for name in ordered if name in names}
 
 
 def _of_run(jobs: Mapping[str, Job], run_id: str) -> list[Job]:

@@ -140,7 +140,7 @@ class Slurm(Target):
 
     def place(self, run: Run, units: Collection[Unit]) -> Handle:
         entries = dict(run.handle().units)
-        if not entries:  # end what an earlier launch left
+        if not (entries or run.handle().ordered):  # end what an earlier launch left
             self._end_replicas(run, self._replica_jobs(run), 0.0)
         before = dict(entries)
         problems = self._start(run, [unit for unit in sorted(units, key=order) if unit.kind != "replica"], entries)

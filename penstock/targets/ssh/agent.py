@@ -32,7 +32,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class Start(msgspec.Struct, frozen=True):
     """A node to start. `folder`: of the run on this host; `files` are relative to it, those in secrets/ only for us.
 
-    In `argv` "{port}" and "{announce}" are the two `ports`; free ones are taken when there are none.
+    In `argv` "{port}" and "{announce}" are the two `ports`; free ones are taken when there are none. `local`: the port
+    that leads to its engine where it is started from, which `argv` and files name.
     """
 
     folder: str
@@ -44,16 +45,19 @@ class Start(msgspec.Struct, frozen=True):
     files: dict[str, str] = {}
     environment: dict[str, str] = {}
     ports: tuple[int, int] | None = None
+    local: int | None = None
 
 
 class Started(msgspec.Struct, frozen=True):
-    """The node, the boot of its host, and its ports: the engine's, and the one that leads to our admin address."""
+    """The node, the boot of its host, and its ports: the engine's, the one that leads to our admin address, and
+    `local` as in its `Start`."""
 
     process: Process
     boot: str
     host: str
     port: int
     announce: int
+    local: int | None = None
 
 
 class End(msgspec.Struct, frozen=True):
@@ -73,9 +77,14 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 def start(asked: Start) -> Started:
-    """Start a node, detached, in place of whatever is left of an earlier one."""
-    folder = Path(asked.folder)
-    for part in ("artifact", "logs", "secrets"):
+    """Start a node, detached, in place of whatever is left of an earlier one; without `ports` one that lives is it: a
+    controller that was killed started it."""
+    folder, boot = Path(asked.folder), _BOOT_ID.read_text().strip()
+    note = folder / "nodes" / f"{asked.replica}-{asked.rank}.json"
+    before = _read(note) if asked.ports is None else None
+    if before is not None and before.boot == boot and processes.is_alive(before.process):
+        return before
+    for part in ("artifact", "logs", "nodes", "secrets"):
         (folder / part).mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, text in asked.files.items():
         write_atomically(folder / name, text.encode(), 0o600 if name.startswith("secrets/") else 0o644)
@@ -85,7 +94,16 @@ def start(asked: Start) -> Started:
     marks = processes.marks(str(folder), asked.run_id, "node")
     marks |= {processes.MARK_REPLICA: asked.replica, processes.MARK_RANK: str(asked.rank), **asked.environment}
     child = processes.start_detached(argv, marks, folder / asked.log)
-    return Started(child, _BOOT_ID.read_text().strip(), socket.gethostname(), port, announce)
+    started = Started(child, boot, socket.gethostname(), port, announce, asked.local)
+    write_atomically(note, msgspec.json.encode(started))
+    return started
+
+
+def _read(note: Path) -> Started | None:
+    try:
+        return msgspec.json.decode(note.read_bytes(), type=Started)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def end(asked: End) -> Ended:

@@ -182,18 +182,25 @@ class RunHosts:
             | {"secrets/admin-token": self.run.admin_token()},
             environment={name: os.environ[name] for name in _PASSED_ON if os.environ.get(name)},
             ports=(before[rank].port, before[rank].announce) if before else None,
+            local=local if rank == 0 else None,
         )
         answer = _ask_agent(self.ssh, there.host, there.python, "start", msgspec.json.encode(message), _START_S)
         node = msgspec.json.decode(answer, type=Started)
         return Node(
-            there.host, node.host, folder, there.python, node.process, node.boot, node.port, node.announce,
-            local if rank == 0 else None,
+            there.host, node.host, folder, there.python, node.process, node.boot, node.port, node.announce, node.local
         )  # fmt: skip
 
     def _folder(self, there: PreparedHost) -> str:
         return f"{there.folder}/remote/{self.run.name}-{self.run_id}"
 
     # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def end_unnoted(self, replica: str) -> None:
+        """End a replica that a controller may have started and, killed, did not note.  Raises PenstockError."""
+        errors = self._end_on(self._by_host(()), replica, 0.0)
+        for error in errors.values():
+            raise error
+        self._tunnels.end(replica)
 
     def end_replica(self, replica: str, nodes: Sequence[Node]) -> None:
         """End one replica: its node drains its engine, for as long as the plan says.

@@ -146,7 +146,13 @@ class OverSsh(Target):
     def place(self, run: Run, units: Collection[Unit]) -> Handle:
         hosts, entries = self._hosts(run), _entries(run)
         before, wanted = dict(entries), sorted(unit.name for unit in units)
-        problems: list[PenstockError] = []
+        problems, unnoted = list[PenstockError](), set(run.handle().ordered) - set(wanted)
+        for name in sorted(unnoted):
+            try:
+                hosts.end_unnoted(name)
+                unnoted.remove(name)
+            except PenstockError as exc:
+                problems.append(exc)
         for name in [name for name in entries if name not in wanted]:
             try:
                 hosts.end_replica(name, entries[name])
@@ -171,9 +177,8 @@ class OverSsh(Target):
                 problems.append(exc)
         if problems and entries == before:
             raise problems[0]
-        return Handle(
-            self.name, {replica(name).key: {"nodes": msgspec.to_builtins(nodes)} for name, nodes in entries.items()}
-        )
+        noted = {replica(name).key: {"nodes": msgspec.to_builtins(nodes)} for name, nodes in entries.items()}
+        return Handle(self.name, noted, tuple(sorted(unnoted)))
 
     def keep_up(self, run: Run) -> None:
         for name, nodes in _entries(run).items():
