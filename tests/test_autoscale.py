@@ -36,6 +36,18 @@ def test_a_load_of_three_replicas_gets_them_with_a_reserve() -> None:
     assert numbers(Policy(bounded()), rows)[-1] == 4  # 3 + 0.3 * sqrt(3) = 3.52
 
 
+@pytest.mark.parametrize("every_s", [0.25, 0.5, 0.9, 2.0, 5.0, 10.0])
+def test_samples_may_come_faster_or_slower_than_each_second(every_s: float) -> None:
+    def asked(every: float) -> int:
+        rows = [
+            Sample(n * every, arrivals=round(20 * every), prompt_tokens=round(24_000 * every))
+            for n in range(1, round(300 / every))
+        ]
+        return numbers(Policy(bounded()), rows)[-1]
+
+    assert asked(every_s) == asked(1.0) == 3  # 2 + 0.3 * sqrt(2) = 2.42
+
+
 def test_a_ramp_is_answered_before_it_arrives() -> None:
     rows = [sample(float(t), t // 40) for t in range(600)]
     slow, quick = (numbers(Policy(bounded(), start_s=start_s), rows)[-1] for start_s in (300.0, 1.0))

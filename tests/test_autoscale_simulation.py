@@ -41,6 +41,22 @@ def test_what_a_replica_does_at_most_is_its_rates() -> None:
     assert served == pytest.approx(1500, rel=0.1) and outcome.lost == 0
 
 
+def test_a_place_is_taken_again_at_once() -> None:
+    """Answers of 0.1 s on 2 places: 20 a second, not one for each place and second."""
+    capacity = Capacity(prefill_tokens_s=1e6, decode_tokens_s=1e4, max_running=2, stream_tokens_s=100.0)
+    outcome = simulate(one_after_another(100, 1e-6, 1, 11), static(1), capacity)
+    assert max(outcome.ttft_s) == pytest.approx(100 / 20, rel=0.05)
+
+
+def test_reading_stops_the_writing_even_of_one_stream() -> None:
+    """A prompt of 1.1 s beside an answer of 2 s ends it 1 s later; the third request waits for its place."""
+    capacity = Capacity(prefill_tokens_s=1000.0, decode_tokens_s=1e4, stream_tokens_s=100.0, max_running=2)
+    arrivals = (Arrival(0.0, 1, 200), Arrival(0.5, 1000, 1000), Arrival(0.6, 1, 1))
+    outcome = simulate(Trace("two", arrivals, 1.0), static(1), capacity)
+    third = outcome.arrived_s.index(0.6)
+    assert outcome.ttft_s[third] == pytest.approx(2.0 + 1.0 - 0.6, abs=0.05)
+
+
 def test_a_start_takes_its_time_and_a_drain_finishes_what_runs() -> None:
     trace = one_after_another(600, 0.5, 100, 600)  # 10 s each at 60 tokens/s
     outcome = simulate(trace, lambda sample: 2 if sample.t < 100 else 1, Capacity(start_s=50), initial=1)
@@ -115,7 +131,7 @@ def test_replay_prints_a_decision_for_each_sample(
 ) -> None:
     block, whole = tmp_path / "block.yaml", tmp_path / "whole.yaml"
     block.write_text("min: 0\nmax: 3\n")
-    whole.write_text("model: penstock-demo\nreplicas: {min: 0, max: 2, metric: in_flight, target: 1}\n")
+    whole.write_text("replicas: {min: 0, max: 2, metric: in_flight, target: 1}\nworkload: {ttft_ms: 500}\n")
     lines = ['{"t": 1.5, "unknown": [1]}', "", '{"t": 2.5, "arrivals": 9.0, "prompt_tokens": 9000.4, "held": 900}']
     text = "\n".join(lines)
     first, second = replayed(capsys, monkeypatch, text, "--policy", str(block), "--start-s", "20")

@@ -82,8 +82,8 @@ def _deployment(path: Path) -> Deployment:
         raise UserError(f'file "{path}" is empty', hint="Write a deployment file, or the block `replicas` alone.")
     if isinstance(raw, dict) and "model" in raw:
         return reading.load(path)
-    block = raw["replicas"] if isinstance(raw, dict) and set(raw) == {"replicas"} else raw
-    return reading.from_mapping({"model": DEMO_MODEL, "replicas": block}, f'file "{path}"')
+    whole = raw if isinstance(raw, dict) and "replicas" in raw else {"replicas": raw}
+    return reading.from_mapping({"model": DEMO_MODEL, **whole}, f'file "{path}"')
 
 
 def _replay(options: argparse.Namespace) -> int:

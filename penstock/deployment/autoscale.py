@@ -33,6 +33,8 @@ _WINDOW_S, _SPANS_S = 120, (2, 4, 8, 15, 30, 60)
 # Answers are written over seconds, so that their work never counts over less than this.
 _DECODE_SPAN_S = 30
 _BUCKET_S, _N_BUCKETS = 10.0, 140
+_NONE = (0.0, 0.0, 0.0)
+_LEAST_PART_S = 0.75  # samples that come faster are counted together
 _FIRST_S = 20  # a mean of fewer seconds is one of these with nothing before
 # Before 20 requests were seen: a short prompt's prefill and 150 tokens, at usual rates.
 _PRIOR_WORK_S, _ENOUGH_REQUESTS = 0.25, 20.0
@@ -139,9 +141,9 @@ class State(msgspec.Struct, frozen=True):
     """What `scale` remembers between decisions; serialises to JSON. `State()` begins.
 
     `prefill`, `decode`: the work that came in each of the last 120 s. `buckets`: the mean load of each 10 s, `bucket`
-    (seconds, work) the unfinished one. `asked_t`: when there was a request last; `queued_s`: for
-    how long a queue has not been empty. `wanted`: (since when, how many)
-    before limits, `changes`: the same after them, as far back as `up` and `down` look.
+    (seconds, work) the unfinished one, `part` (seconds, prefill, decode) an unfinished second. `asked_t`: when there
+    was a request last; `queued_s`: for how long a queue has not been empty. `wanted`: (since when, how many) before
+    limits, `changes`: the same after them, as far back as `up` and `down` look.
     """
 
     t: float | None = None
@@ -152,7 +154,8 @@ class State(msgspec.Struct, frozen=True):
     prefill: tuple[float, ...] = ()
     decode: tuple[float, ...] = ()
     buckets: tuple[float, ...] = ()
-    bucket: tuple[float, float] = (0.0, 0.0)
+    bucket: tuple[float, float] = _NONE[:2]
+    part: tuple[float, float, float] = _NONE
     means: Means = Means()
     levels: tuple[Level, ...] = ()
     wanted: tuple[tuple[float, int], ...] = ()
@@ -194,8 +197,8 @@ def scale(recent: Recent, state: State, policy: Policy, now: float) -> Decision:
     if not new:
         return _decided(state, before, asked, f"keeps {before}: no sample since the last decision")
     if state.t is not None and new[0].t - state.t > STALE_S:
-        gap_s = new[0].t - state.t - 1.0
-        state = msgspec.structs.replace(_moved(state, gap_s), prefill=(), decode=(), buckets=(), bucket=(0.0, 0.0))
+        empty = dict.fromkeys(("prefill", "decode", "buckets"), ()) | {"bucket": _NONE[:2], "part": _NONE}
+        state = msgspec.structs.replace(_moved(state, new[0].t - state.t - 1.0), **empty)
     if state.t is None:
         state = _begun(new[0], before)
     last, counted = new[-1], _counted(state, new, policy)
@@ -274,19 +277,22 @@ def _counted(state: State, new: list[Sample], policy: Policy) -> State:
     (filled_s, work), means, t = state.bucket, state.means, state.t or 0.0
     in_flight, asked_t, n_output = state.in_flight, state.asked_t, _mean_output(state.means)
     queued_s = state.queued_s
+    part_s, read_s, write_s = state.part
     for sample in new:
-        elapsed = max(1, round(min(sample.t - t, STALE_S)))
-        t = sample.t
-        read_s = sample.prompt_tokens / policy.prefill_tokens_s
+        elapsed = min(sample.t - t, STALE_S)
+        t, part_s = sample.t, part_s + elapsed
         # Tokens that are written saturate when replicas do; what will be written does not.
         tokens = sample.output_tokens if n_output is None else sample.arrivals * n_output
-        write_s = tokens / policy.decode_tokens_s
-        means = _averaged(means, sample, read_s, in_flight, elapsed)
-        if prefill and policy.replicas.metric == "slo":
-            means = _with_noise(means, prefill, decode, (read_s + write_s) / elapsed)
-        prefill += [read_s / elapsed] * elapsed
-        decode += [write_s / elapsed] * elapsed
-        filled_s, work = filled_s + elapsed, work + read_s + write_s
+        read, write = sample.prompt_tokens / policy.prefill_tokens_s, tokens / policy.decode_tokens_s
+        means = _averaged(means, sample, read, in_flight, elapsed)
+        read_s, write_s = read_s + read, write_s + write
+        if part_s >= _LEAST_PART_S or not prefill:
+            if prefill and policy.replicas.metric == "slo":
+                means = _with_noise(means, prefill, decode, (read_s + write_s) / part_s)
+            prefill += [read_s / part_s] * max(1, round(part_s))
+            decode += [write_s / part_s] * max(1, round(part_s))
+            part_s, read_s, write_s = 0.0, 0.0, 0.0
+        filled_s, work = filled_s + elapsed, work + read + write
         if filled_s >= _BUCKET_S:
             buckets.append(work / filled_s)
             filled_s, work = 0.0, 0.0
@@ -303,6 +309,7 @@ def _counted(state: State, new: list[Sample], policy: Policy) -> State:
         decode=tuple(decode[-_WINDOW_S:]),
         buckets=tuple(buckets[-_N_BUCKETS:]),
         bucket=(filled_s, work),
+        part=(part_s, read_s, write_s),
         means=_with_caution(means, state, new[-1], policy.replicas.max),
     )
 
@@ -313,7 +320,7 @@ def _queues(sample: Sample) -> bool:
     return sample.held > 0 or (all(ready) and bool(ready))
 
 
-def _averaged(means: Means, sample: Sample, read_s: float, in_flight: int, elapsed: int) -> Means:
+def _averaged(means: Means, sample: Sample, read_s: float, in_flight: int, elapsed: float) -> Means:
     decay, minute, hour = _MEMORY**elapsed, 0.983**elapsed, _HOUR_MEMORY**elapsed
     finished = max(0, in_flight + sample.arrivals - sample.in_flight)
     return Means(

@@ -1,18 +1,21 @@
-"""Replicas under a trace, second by second: which first tokens come within the promise, and how many replicas it took.
+"""Replicas under a trace: which first tokens come within the promise, and how many replicas it took.
 
 Theory of operation. Requests wait in one queue, first come first served, until a ready replica has a free place; the
-one with fewest requests takes it. A replica divides each second: prompts are read one after another at the prefill
-rate, for at most `PREFILL_SHARE` of it while answers are written; all answers share the rest at the decode rate, none
-faster than `stream_tokens_s`. All streams of a replica advance equally, so that one counter tells them all: a request
-that begins at `c` tokens ends when the counter has reached `c` plus its own. That makes a second cost the requests that
-begin or end in it, and three hours about a second.
+one with fewest requests takes it. A replica reads prompts one after another at the prefill rate, in `PREFILL_SHARE` of
+its time while answers are written; all answers share the rest at the decode rate, none faster than `stream_tokens_s`.
+All streams of a replica advance equally, so that one counter tells them all: a request that begins at `c` tokens ends
+when the counter has reached `c` plus its own. Nothing changes between two events, the end of a prompt or of an answer,
+so that a request costs two of them however long it is. The scaler is asked once a second.
+
+benchmarks/simulator_check.py compares it with a real replica.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -23,6 +26,7 @@ from penstock.testing.scaling.traces import Arrival, Trace
 PREFILL_SHARE = 0.9
 _KV_TOKENS = 400_000.0  # of a replica's cache: Llama 8B in bf16 has about this on 80 GB
 _DRAIN_MOST_S = 600.0
+_LEAST_TOKENS = 1e-6  # less is an error of rounding
 
 # What decides: gets the sample of the second that ended, returns how many replicas there should be.
 Scaler = Callable[[Sample], int]
@@ -61,62 +65,78 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Replica:
-    """One simulated replica. `load`: requests in it."""
+    """One simulated replica. `load`: requests in it; `written`: tokens that no sample has yet; `version`: of its next
+    event."""
 
     def __init__(self, name: str, capacity: Capacity, ordered: float, is_ready: bool = False) -> None:
         self.name, self.capacity, self.ordered = name, capacity, ordered
         self.state: Literal["starting", "ready", "draining"] = "ready" if is_ready else "starting"
         self.drains_since = 0.0
-        self.load = 0
+        self.load, self.written, self.version = 0, 0.0, 0
         self._prompts: deque[list[float]] = deque()  # [tokens left, arrived, output tokens]
+        self._clock = 0.0
         self._counter = 0.0  # tokens that each stream has got since the replica began
         self._ends: list[float] = []  # a heap of the counters at which streams end
-        self._kv_tokens = 0.0
+        self._read_rate = self._speed = 0.0
 
-    def add(self, arrival: Arrival) -> None:
+    def add(self, arrival: Arrival, now: float) -> None:
+        self.advance(now)
         self._prompts.append([float(arrival.prompt_tokens), arrival.t, float(arrival.output_tokens)])
         self.load += 1
+        self._set_rates()
 
-    def advance(self, second: float, firsts: list[tuple[float, float]]) -> int:
-        """One second: appends (arrived, first token) of prompts that were read; the tokens that were written."""
-        used = self._prefill(second, firsts)
-        streams = len(self._ends)
-        if not streams:
-            return 0
-        speed = min(self.capacity.stream_tokens_s, self.capacity.decode_tokens_s * (1.0 - used) / streams)
-        before = self._counter
-        self._counter += speed
-        tokens = speed * streams
-        while self._ends and self._ends[0] <= self._counter:
-            tokens -= self._counter - max(before, heapq.heappop(self._ends))
+    def _set_rates(self) -> None:
+        capacity, streams = self.capacity, len(self._ends)
+        share = (PREFILL_SHARE if streams else 1.0) if self._prompts else 0.0
+        self._read_rate = capacity.prefill_tokens_s * share
+        # Reading stops the writing of all, also of one that would not fill the replica.
+        alone = min(capacity.stream_tokens_s, capacity.decode_tokens_s / streams) if streams else 0.0
+        self._speed = alone * (1.0 - share)
+        self.version += 1
+
+    def next_event(self) -> float:
+        """When the first prompt has been read, or the first answer is complete."""
+        moment = math.inf
+        if self._prompts:
+            moment = self._clock + self._prompts[0][0] / self._read_rate
+        if self._ends:
+            moment = min(moment, self._clock + (self._ends[0] - self._counter) / self._speed)
+        return moment
+
+    def advance(self, now: float) -> None:
+        """To a moment up to the next event."""
+        elapsed = now - self._clock
+        self._clock = now
+        if self._prompts:
+            self._prompts[0][0] -= elapsed * self._read_rate
+        if self._ends:
+            self._counter += elapsed * self._speed
+            self.written += elapsed * self._speed * len(self._ends)
+
+    def turn(self, now: float, firsts: list[tuple[float, float]]) -> None:
+        """The event at `now`: appends (arrived, first token) of a prompt that was read, lets go what is complete."""
+        self.advance(now)
+        if self._prompts and self._prompts[0][0] <= _LEAST_TOKENS:
+            _, arrived, output = self._prompts.popleft()
+            firsts.append((arrived, now))
+            self.written += 1
+            if output > 1:
+                heapq.heappush(self._ends, self._counter + output - 1)
+            else:
+                self.load -= 1
+        while self._ends and self._ends[0] <= self._counter + _LEAST_TOKENS:
+            heapq.heappop(self._ends)
             self.load -= 1
         if not self._ends:
             self._counter = 0.0
-        return int(tokens)
+        self._set_rates()
 
-    def _prefill(self, second: float, firsts: list[tuple[float, float]]) -> float:
-        """The share of the second that prompts took. One that is read in it begins to write in it."""
-        rate, used, clock = self.capacity.prefill_tokens_s, 0.0, second
-        most = PREFILL_SHARE if self._ends else 1.0
-        while self._prompts:
-            prompt = self._prompts[0]
-            clock = max(clock, prompt[1])
-            room = min(most - used, second + 1.0 - clock)
-            if room <= 1e-9:
-                break
-            need = prompt[0] / rate
-            if need > room:
-                prompt[0] -= room * rate
-                return used + room
-            clock += need
-            used += need
-            self._prompts.popleft()
-            firsts.append((prompt[1], clock))
-            if prompt[2] > 1:
-                heapq.heappush(self._ends, self._counter + prompt[2] - 1)
-            else:
-                self.load -= 1
-        return used
+    def take_written(self, now: float) -> int:
+        """Whole tokens since the call before."""
+        self.advance(now)
+        tokens = int(self.written)
+        self.written -= tokens
+        return tokens
 
     def sample(self, now: float) -> ReplicaSample:
         waiting = max(0, len(self._prompts) - 1)
@@ -131,13 +151,17 @@ class Replica:
 
 
 class _Fleet:
-    """The replicas, and the queue before them."""
+    """The replicas, the queue before them, and what happens next."""
 
     def __init__(self, capacity: Capacity, initial: int) -> None:
         self.capacity = capacity
         self.replicas = [Replica(str(number), capacity, -capacity.start_s, True) for number in range(initial)]
+        self.ready = [*self.replicas]
         self.queue: deque[Arrival] = deque()
+        self.firsts: list[tuple[float, float]] = []
+        self.holds: list[float] = []
         self._number = initial
+        self._events: list[tuple[float, int, int, Replica]] = []  # moment, number and version of the replica
 
     def resize(self, wanted: int, now: float) -> None:
         """Orders what is missing. Of what is too much, those that start end at once, then the youngest drain."""
@@ -153,21 +177,50 @@ class _Fleet:
                 replica.state, replica.drains_since = "draining", now
 
     def turn(self, now: float) -> None:
-        """Starts and drains that are over."""
+        """Starts and drains that are over; what waits goes where there is a place now."""
         for replica in [*self.replicas]:
             if replica.state == "starting" and now - replica.ordered >= self.capacity.start_s:
                 replica.state = "ready"
             elif replica.state == "draining" and (not replica.load or now - replica.drains_since > _DRAIN_MOST_S):
                 self.replicas.remove(replica)
+                replica.version += 1  # what is in it is lost
+        self.ready = [replica for replica in self.replicas if replica.state == "ready"]
+        while self.queue and self._send(self.queue[0], now):
+            self.queue.popleft()
 
-    def dispatch(self, ready: Sequence[Replica]) -> float | None:
-        """Sends the first of the queue, or returns None where no replica has a place; else when it had arrived."""
-        best = min(ready, key=_load, default=None)
+    def take(self, arrival: Arrival) -> None:
+        self.run_to(arrival.t)
+        if self.queue or not self._send(arrival, arrival.t):
+            self.queue.append(arrival)
+
+    def run_to(self, moment: float) -> None:
+        """All events up to a moment; who has a place then takes the first of the queue."""
+        events, most = self._events, self.capacity.max_running
+        while events and events[0][0] <= moment:
+            now, _, version, replica = heapq.heappop(events)
+            if version != replica.version:
+                continue
+            replica.turn(now, self.firsts)
+            while self.queue and replica.state == "ready" and replica.load < most:
+                arrival = self.queue.popleft()
+                self.holds.append(now - arrival.t)
+                replica.add(arrival, now)
+            self._expect(replica)
+
+    def _send(self, arrival: Arrival, now: float) -> bool:
+        """Whether a ready replica had a place."""
+        best = min(self.ready, key=_load, default=None)
         if best is None or best.load >= self.capacity.max_running:
-            return None
-        arrival = self.queue.popleft()
-        best.add(arrival)
-        return arrival.t
+            return False
+        self.holds.append(now - arrival.t)
+        best.add(arrival, now)
+        self._expect(best)
+        return True
+
+    def _expect(self, replica: Replica) -> None:
+        moment = replica.next_event()
+        if moment < math.inf:
+            heapq.heappush(self._events, (moment, int(replica.name), replica.version, replica))
 
 
 def _load(replica: Replica) -> int:
@@ -187,44 +240,37 @@ def simulate(
     paid: list[int] = []
     n_ready: list[int] = []
     held: list[int] = []
-    firsts: list[tuple[float, float]] = []
-    holds: list[float] = []
-    arrivals, index, total = trace.arrivals, 0, len(trace.arrivals)
+    arrivals, index, total, firsts = trace.arrivals, 0, len(trace.arrivals), fleet.firsts
     second, n_first = 0, 0
     while second < trace.duration_s or (n_first < total and second < trace.duration_s + 3600):
-        now = float(second)
-        fleet.turn(now)
-        ready = [replica for replica in fleet.replicas if replica.state == "ready"]
+        end = float(second) + 1.0
+        fleet.turn(end - 1.0)
         first, prompt_tokens = index, 0
-        while fleet.queue and (arrived := fleet.dispatch(ready)) is not None:
-            holds.append(now - arrived)
-        while index < total and arrivals[index].t < now + 1.0:
-            fleet.queue.append(arrivals[index])
+        while index < total and arrivals[index].t < end:
+            fleet.take(arrivals[index])
             prompt_tokens += arrivals[index].prompt_tokens
             index += 1
-            if len(fleet.queue) == 1 and fleet.dispatch(ready) is not None:
-                holds.append(0.0)
-        output_tokens = sum([replica.advance(now, firsts) for replica in fleet.replicas])
+        fleet.run_to(end)
         if second < trace.duration_s:
             paid.append(len(fleet.replicas))
-            n_ready.append(len(ready))
+            n_ready.append(len(fleet.ready))
             held.append(len(fleet.queue))
         sample = Sample(
-            t=now + 1.0,
+            t=end,
             arrivals=index - first,
             prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
+            output_tokens=sum([replica.take_written(end) for replica in fleet.replicas]),
             in_flight=sum([replica.load for replica in fleet.replicas]) + len(fleet.queue),
             held=len(fleet.queue),
             ttft_good=sum([token - arrived <= ttft_s for arrived, token in firsts[n_first:]]),
             ttft_total=len(firsts) - n_first,
-            replicas=tuple([replica.sample(now + 1.0) for replica in fleet.replicas]),
+            replicas=tuple([replica.sample(end) for replica in fleet.replicas]),
         )
         n_first = len(firsts)
         number = scaler(sample)
         if second < trace.duration_s:
             wanted.append(number)
-        fleet.resize(number, now + 1.0)
+        fleet.resize(number, end)
         second += 1
     return Outcome(
         duration_s=trace.duration_s,
@@ -234,6 +280,6 @@ def simulate(
         held=tuple(held),
         arrived_s=tuple(arrived for arrived, _ in firsts),
         ttft_s=tuple(token - arrived for arrived, token in firsts),
-        hold_s=tuple(holds),
+        hold_s=tuple(fleet.holds),
         lost=total - len(firsts),
     )
