@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-import msgspec
-
 EXIT_OURS, EXIT_USER, EXIT_NOT_MODELLED = 1, 2, 4
 
 
@@ -31,7 +29,8 @@ class Problem:
 State = Literal["ok", "warning", "bad"]
 
 
-class Finding(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Finding:
     """One line of `doctor`. `node` is None for this machine, the file, or all nodes together."""
 
     check: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shlex
 import shutil
@@ -10,8 +11,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from penstock import targets
 from penstock.cli.output import table
@@ -322,7 +321,7 @@ def doctor_text(findings: Sequence[Finding]) -> str:
     signs = {"ok": "ok", "warning": "!!", "bad": "XX"}
     nodes: dict[Finding, list[str]] = {}
     for finding in findings:
-        names = nodes.setdefault(msgspec.structs.replace(finding, node=None), [])
+        names = nodes.setdefault(dataclasses.replace(finding, node=None), [])
         names += [finding.node] if finding.node is not None else []
     rows: list[tuple[str, ...]] = []
     for finding, names in nodes.items():

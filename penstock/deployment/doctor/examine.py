@@ -6,6 +6,7 @@ each other (`reachability`), and how fast they are together (`all_reduce`).
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import random
@@ -240,7 +241,7 @@ def _judge(target: Target, nodes: Sequence[SurveyedNode], deployment: Deployment
     if not target.is_this_machine:
         return findings
     # This machine is the node; its engines answer for themselves.
-    return [msgspec.structs.replace(finding, node=None) for finding in findings if finding.check != "engine"]
+    return [dataclasses.replace(finding, node=None) for finding in findings if finding.check != "engine"]
 
 
 def _reach(
@@ -301,7 +302,7 @@ def _measure(
     failures = [finding for finding in failures if finding.node in names or finding.node is None]
     for name, answer in answers.values():
         if answer.error:
-            failures.append(msgspec.structs.replace(network.of_collective(answer, route), node=name))
+            failures.append(dataclasses.replace(network.of_collective(answer, route), node=name))
     if failures:
         return failures
     measured = answers[route.nodes[0].rank][1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -67,14 +68,14 @@ def of_node(node: SurveyedNode, deployment: Deployment, is_elastic: bool = False
     ]
     if is_elastic:
         findings = [_held_now(finding) if finding.check in ("memory", "gpu") else finding for finding in findings]
-    return [msgspec.structs.replace(finding, node=node.name) for finding in findings]
+    return [dataclasses.replace(finding, node=node.name) for finding in findings]
 
 
 def _held_now(finding: Finding) -> Finding:
     if finding.state == "ok":
         return finding
     cure = "A replica waits until that is free: if no job of the cluster holds it, end the process."
-    return msgspec.structs.replace(finding, state="warning", cure=cure)
+    return dataclasses.replace(finding, state="warning", cure=cure)
 
 
 def of_all(nodes: Sequence[SurveyedNode], deployment: Deployment, own_version: str) -> list[Finding]:
@@ -145,7 +146,7 @@ def of_run_folders(space: Space) -> Finding:
     if not space.is_writable:
         return Finding("disk", "bad", _unwritable(space), "Set PENSTOCK_HOME to a folder you may write.")
     finding = _of_space(space, "Free space, or set PENSTOCK_HOME to a larger disk.")
-    return msgspec.structs.replace(finding, state="bad") if space.free_bytes < MIN_FREE_BYTES else finding
+    return dataclasses.replace(finding, state="bad") if space.free_bytes < MIN_FREE_BYTES else finding
 
 
 def _spaces(node: SurveyedNode) -> Iterator[Finding]:
@@ -267,7 +268,7 @@ def of_weights(node: SurveyedNode, download_bytes: int | None) -> list[Finding]:
         findings.append(Finding("weights", "ok", f"{show_bytes(weights.n_bytes)} in {weights.path}"))
     if weights.reading is not None:
         findings.append(_read_rate(weights.reading))
-    return [msgspec.structs.replace(finding, node=node.name) for finding in findings]
+    return [dataclasses.replace(finding, node=node.name) for finding in findings]
 
 
 def _download(weights: Weights, n_bytes: int) -> Finding:
