@@ -24,13 +24,25 @@ def test_requests_a_second_of_a_full_gpu(loop: simulator_check.Loop) -> None:
     assert simulator_check.looped(loop) == pytest.approx(loop.requests_s, rel=0.2)
 
 
+PROCESSOR, GPU = simulator_check.points()
+
+
+def test_arrivals_at_real_vllm_on_a_gpu() -> None:
+    """Below the knee, over it, and a step: promises, speed, the queue and the time until it is empty."""
+    assert [point.name for point in GPU.points] == list(simulator_check.SHAPES)
+    for point in GPU.points:
+        found, measured = simulator_check.simulated(GPU, point), point.measured
+        assert found.requests == measured.requests
+        for name in ("attainment", "output_tokens_s", "in_flight", "waiting_at_end", "drain_s"):
+            assert getattr(found, name) == pytest.approx(getattr(measured, name), rel=0.2), (point.name, name)
+
+
 def test_arrivals_at_real_vllm_on_a_processor() -> None:
     """Its rates moved by a quarter during the recording, so that what a queue did is shown and not judged
     (docs/measurements/autoscaling.md); tokens/s are, and first tokens below the knee."""
-    (replica,) = simulator_check.points()
-    assert [point.name for point in replica.points] == list(simulator_check.SHAPES)
-    for point in replica.points:
-        found = simulator_check.simulated(replica, point)
+    assert [point.name for point in PROCESSOR.points] == list(simulator_check.SHAPES)
+    for point in PROCESSOR.points:
+        found = simulator_check.simulated(PROCESSOR, point)
         assert found.output_tokens_s == pytest.approx(point.measured.output_tokens_s, rel=0.2)
         assert found.requests == point.measured.requests
         if point.name in ("half", "near"):
