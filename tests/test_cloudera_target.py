@@ -10,6 +10,8 @@ from cloudera_rig import file_for, fresh_targets, left, up
 from launching import PROMPT, Place, call, now, wait_ready
 
 from penstock import targets
+from penstock.errors import PenstockError
+from penstock.targets.cloudera.target import ClouderaAi
 from penstock.testing.conformance import check_target
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_workbench.server import Workbench
@@ -38,6 +40,10 @@ def test_a_deployment_lives_in_the_project(place: Place, workbench: Workbench) -
     assert key
 
 
+def silent(*_: object) -> None:
+    raise PenstockError("the workbench does not answer", is_retryable=True)
+
+
 def test_verbs_work_from_another_machine(
     place: Place,
     workbench: Workbench,
@@ -51,8 +57,12 @@ def test_verbs_work_from_another_machine(
     file = file_for(place, workbench)
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "other"))
     forget = fresh_targets()
+    with monkeypatch.context() as patch:
+        patch.setattr(ClouderaAi, "adopt", silent)
+        refused = call("up", file)
+    assert (refused.code, refused.err.splitlines()[0]) == (1, "error: the workbench does not answer")
     done = call("up", file, "--json")
-    assert done.code == 0 and done.events[0]["was_running"], done
+    assert done.code == 0 and done.events[0]["was_running"], "it runs on, and was not started over"
     assert call("scale", "one", 2).code == 0
     wait_ready(place.run(), 2)
     assert call("scale", "one", 1).code == 0

@@ -59,7 +59,7 @@ def up(
     `fetching` hears how the model comes to this machine, where it is fetched here.
     """
     with run_folder.locked(deployment.name):
-        _look_elsewhere(deployment)
+        silence = _look_elsewhere(deployment)
         existing, refusals = _running(deployment.name), list[PenstockError]()
         if existing is not None:
             changes = reading.differences(existing.deployment(), deployment)
@@ -74,6 +74,8 @@ def up(
         with bind("127.0.0.1") as held:
             admin_port = held.getsockname()[1]
             prepared = prepare(deployment, admin_port, not_ended(deployment.name), refusals=refusals, fetching=fetching)
+            if existing is None and silence is not None:
+                raise silence  # one of that name may run there, which a start would end
             if existing is not None:
                 existing.add_event("replace", "penstock up --replace", who=asked_by())
             old, target = Run(paths.home() / "runs" / deployment.name), targets.load(deployment.target)
@@ -87,9 +89,13 @@ def up(
                 return _start(prepared, (public, admin), on_step)
 
 
-def _look_elsewhere(deployment: Deployment) -> None:
-    with contextlib.suppress(PenstockError):  # a target that does not answer is reported by its own checks
+def _look_elsewhere(deployment: Deployment) -> PenstockError | None:
+    """Why it is not known whether one of that name runs that another machine started; None where it is."""
+    try:
         targets.discover(deployment.name, deployment)
+    except PenstockError as exc:  # a target that does not answer is reported by its own checks, with all else
+        return exc
+    return None
 
 
 def rolls(deployment: Deployment) -> bool:
