@@ -35,9 +35,9 @@ def hub(place: Place, pod_hosts: Hosts, tmp_path: Path, monkeypatch: pytest.Monk
         yield made
 
 
-def file(place: Place, workbench: Workbench, hub: HubServer, name: str = "one") -> Path:
+def file(place: Place, workbench: Workbench, hub: HubServer, name: str = "one", nodes: str = "jobs") -> Path:
     env = {"HF_ENDPOINT": hub.url, "NO_PROXY": "*"}
-    return file_for(place, workbench, name, model=MODEL, engine={"env": env})
+    return file_for(place, workbench, name, model=MODEL, engine={"env": env}, cloudera={"nodes": nodes})
 
 
 def fetches(workbench: Workbench) -> list[Workload]:
@@ -52,17 +52,20 @@ def kept(workbench: Workbench) -> Path:
     return workbench.pods.folder / ".cache" / "huggingface" / "hub" / "models--org--tiny"
 
 
-def up_until_weights_come(place: Place, workbench: Workbench, hub: HubServer) -> Run:
+def up_until_weights_come(place: Place, workbench: Workbench, hub: HubServer, nodes: str = "jobs") -> Run:
     """Weights that hang."""
     hub.is_open.clear()
-    assert call("up", file(place, workbench, hub), "--json", "--no-wait").code == 0
+    assert call("up", file(place, workbench, hub, nodes=nodes), "--json", "--no-wait").code == 0
     run = place.run()
     wait_until(lambda: "waits for the weights" in reason(place) and " files, " in reason(place), "progress", SOON_S)
     return run
 
 
-def test_weights_come_by_a_job_before_nodes_start(place: Place, workbench: Workbench, hub: HubServer) -> None:
-    run = up_until_weights_come(place, workbench, hub)
+@pytest.mark.parametrize("nodes", ["jobs", pytest.param("workers", marks=pytest.mark.nightly)])
+def test_weights_come_by_a_job_before_nodes_start(
+    place: Place, workbench: Workbench, hub: HubServer, nodes: str
+) -> None:
+    run = up_until_weights_come(place, workbench, hub, nodes)
     assert [each.body.get("nvidia_gpu", 0) for each in workbench.workloads.runs.values()] == [0], "no node waits"
     hub.is_open.set()
     wait_ready(run, timeout_s=SOON_S)
