@@ -370,7 +370,7 @@ def _slo_need(before: State, state: State, last: Sample, policy: Policy) -> _Nee
     mean = caution * (read[-1] + written[-1]) / max(count, _FIRST_S)
     ahead = mean + _growth(before, policy)
     # A start of minutes needs more: what comes meanwhile cannot be answered by another replica.
-    share = 0.3 + 0.15 * min(1.0, max(0.0, (policy.start_s - 100) / 200))
+    share = 0.3 + 0.1 * min(1.0, max(0.0, (policy.start_s - 100) / 200))
     dear = _dear(before.means, policy)
     need = ahead + share * math.sqrt(ahead)
     words = f"the load of {min(count, _WINDOW_S)} s is {mean:.2f} replicas"
