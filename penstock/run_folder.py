@@ -509,11 +509,13 @@ def choose(name: str | None) -> Run:
     """The run of that name, or the only one that is not ended.  Raises UserError."""
     if name is not None:
         return find(name)
-    if len(live := living()) == 1:
+    live = living()
+    if len(live) == 1:
         return live[0]
-    names, ended = ", ".join(run.name for run in live), "Start one: penstock up. Ended ones: penstock ls -a."
+    names = ", ".join(run.name for run in live)
     if not live:
-        raise UserError("cannot choose a deployment: none runs", hint=ended)
+        hint = "Start one: penstock up. Ended ones: penstock ls -a."
+        raise UserError("cannot choose a deployment: none runs", hint=hint)
     raise UserError(f"cannot choose a deployment: {len(live)} run", hint=f"Name one of: {names}.")
 
 
@@ -522,11 +524,8 @@ def living() -> list[Run]:
 
 
 def no_address(name: str) -> PenstockError:
-    return PenstockError(
-        f'the gateway of "{name}" has no address yet: its job has not started',
-        hint=f"Watch it with: penstock status {name}",
-        is_retryable=True,
-    )
+    message = f'the gateway of "{name}" has no address yet: its job has not started'
+    return PenstockError(message, hint=f"Watch it with: penstock status {name}", is_retryable=True)
 
 
 def every() -> list[Run]:

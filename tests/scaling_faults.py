@@ -206,14 +206,19 @@ def live(world: World) -> None:
         kill(world.pid("controller"))
     assert starts.of("1") == n_before + 2
 
+    end_unnoted(world)
+    world.wait(lambda: "1" not in marked(world.run_id, "node").values(), "it is not forgotten")
+    assert starts.of("0") == 1
+
+
+def end_unnoted(world: World) -> None:
+    """The controller is killed between an order and its note, and the replica is not wanted any more."""
     world.scale(1)
     world.wait_ready(1)
     world.kill_unnoted("1", lambda: world.scale(2))
     with world.fault("controller", "placed, not noted, not wanted any more", 1):
         world.scale(1)
     world.wait(lambda: not world.run.handle().ordered, "what became of it is noted")
-    world.wait(lambda: "1" not in marked(world.run_id, "node").values(), "it is not forgotten")
-    assert starts.of("0") == 1
 
 
 def wake(world: World) -> None:

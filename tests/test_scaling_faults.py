@@ -58,12 +58,7 @@ def test_what_a_killed_controller_started_and_did_not_note_is_taken_over_or_ende
         pass
     assert (world.starts.of("0"), world.starts.of("1")) == (1, 1)
     place.note(world.run)
-    world.scale(1)
-    world.wait_ready(1)
-    world.kill_unnoted("1", lambda: world.scale(2))
-    with world.fault("controller", "placed, not noted, not wanted any more", 1):
-        world.scale(1)
-    world.wait(lambda: not world.run.handle().ordered, "what became of it is noted")
+    scaling_faults.end_unnoted(world)
     assert len(pids(world.run, "node")) == 1, "it is not forgotten"
     scaling_faults.check(world)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from launching import DEADLINE_S, Place, a_place, wait_until
 
-from penstock.targets import load
+from penstock.targets import load, waiting
 from penstock.targets.vessl import runs, services
 from penstock.testing.fake_vessl.account import CLUSTER
 from penstock.testing.fake_vessl.server import FakeVessl
@@ -60,7 +60,7 @@ def rented(folder: Path, deadline_s: float = 2 * DEADLINE_S) -> Iterator[Rented]
             patch.setenv(name, value)
         for life in (runs, services):
             patch.setattr(life, "_FRESH_S", 0.2)
-            patch.setattr(life, "_POLL_S", 0.1)
+        patch.setattr(waiting, "LOOK_S", 0.1)
         load.cache_clear()  # it remembers where it looked
         with a_place(folder, deadline_s) as place:
             ours = Rented(place, vessl)

@@ -98,9 +98,11 @@ class StartDisplay:
         """Once, above the bars: what was measured of the weights' disk, and whose compiled code is used. As JSON it is
         in `penstock events`."""
         node = replica.announcement
-        for kind, words in () if node is None else (("weights", node.loading), ("code", node.carried)):
+        if node is None or self._as_json:
+            return
+        for kind, words in (("weights", node.loading), ("code", node.carried)):
             key = f"{kind} {replica.replica}"
-            if not words or self._as_json:
+            if not words:
                 continue
             if self._bars is None:
                 self._print_change(key, words, f"{self._elapsed()} replica {replica.replica}: ")

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -33,7 +33,7 @@ _WINDOW_S, _SPANS_S = 120, (2, 4, 8, 15, 30, 60)
 # Answers are written over seconds, so that their work never counts over less than this.
 _DECODE_SPAN_S = 30
 _BUCKET_S, _N_BUCKETS = 10.0, 140
-_NONE = (0.0, 0.0, 0.0)
+_NO_LOAD: dict[str, Any] = {"prefill": (), "decode": (), "buckets": (), "bucket": (0.0, 0.0), "part": (0.0, 0.0, 0.0)}
 _LEAST_PART_S = 0.75  # samples that come faster are counted together
 _FIRST_S = 20  # a mean of fewer seconds is one of these with nothing before
 # Before 20 requests were seen: a short prompt's prefill and 150 tokens, at usual rates.
@@ -154,8 +154,8 @@ class State(msgspec.Struct, frozen=True):
     prefill: tuple[float, ...] = ()
     decode: tuple[float, ...] = ()
     buckets: tuple[float, ...] = ()
-    bucket: tuple[float, float] = _NONE[:2]
-    part: tuple[float, float, float] = _NONE
+    bucket: tuple[float, float] = (0.0, 0.0)
+    part: tuple[float, float, float] = (0.0, 0.0, 0.0)
     means: Means = Means()
     levels: tuple[Level, ...] = ()
     wanted: tuple[tuple[float, int], ...] = ()
@@ -197,8 +197,8 @@ def scale(recent: Recent, state: State, policy: Policy, now: float) -> Decision:
     if not new:
         return _decided(state, before, asked, f"keeps {before}: no sample since the last decision")
     if state.t is not None and new[0].t - state.t > STALE_S:
-        empty = dict.fromkeys(("prefill", "decode", "buckets"), ()) | {"bucket": _NONE[:2], "part": _NONE}
-        state = msgspec.structs.replace(_moved(state, new[0].t - state.t - 1.0), **empty)
+        gap_s = new[0].t - state.t - 1.0
+        state = msgspec.structs.replace(_moved(state, gap_s), **_NO_LOAD)
     if state.t is None:
         state = _begun(new[0], before)
     last, counted = new[-1], _counted(state, new, policy)

@@ -66,7 +66,8 @@ class Prerequisites:
         stage: Stage,
         cache: SharedCache,
     ) -> None:
-        self.cache, self.cache_folder = cache, None  # type: SharedCache, str | None
+        self.cache = cache
+        self.cache_folder: str | None = None  # for what the engine compiles, once resolved
         self._plan, self._args, self._claims_gpus, self._readings = plan, args, claims_gpus, readings
         self._stage, self._lock = stage, threading.Lock()
         self._resolved: tuple[Plan, NodeArgs] | None = None

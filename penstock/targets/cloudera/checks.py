@@ -74,15 +74,13 @@ def examine(workbench: Workbench, deployment: Deployment) -> tuple[list[Problem]
         problems += _bodies(workbench, deployment)
     with _noted(problems):
         project = workbench.project()
-        problems += _project(project, deployment)
+        problems += [*_project(project, deployment), *_ray_memory(project, deployment)]
         unknown = tuple(_unknown(workbench, deployment, project))
         choices = msgspec.structs.replace(choices, notes=(*choices.notes, *unknown))
     with _noted(problems):
         problems += _weights(workbench, deployment)
     with _noted(problems):
         problems += _rights(workbench, deployment)
-    with _noted(problems):
-        problems += _ray_memory(workbench, deployment)
     return problems, choices
 
 
@@ -303,13 +301,13 @@ def _unknown(workbench: Workbench, deployment: Deployment, project: Object) -> I
         yield f"not known: free space of the project's files for the weights, which the API does not tell; {how}"
 
 
-def _ray_memory(workbench: Workbench, deployment: Deployment) -> Iterator[Problem]:
+def _ray_memory(row: Object, deployment: Deployment) -> Iterator[Problem]:
     """vLLM's ranks on Ray have queues of a fixed size, also where each pod has one: 240 MiB, and 160 MiB on the first
     node (vLLM 0.32: "Insufficient space in /dev/shm for shared-memory allocation: 240 MiB required")."""
     engine, wanted_mb = deployment.engine, block_of(deployment).shared_memory_mb
     if engine.executor != "ray" or engine.kind not in ("auto", "vllm"):
         return
-    limit_mb = max(_number(workbench.project().get("shared_memory_limit")) or 64, wanted_mb or 0)
+    limit_mb = max(_shared_memory_mb(row) or 64, wanted_mb or 0)
     if limit_mb < _RAY_SHARED_MEMORY_MB:
         words_ = f"pods have {limit_mb} MB of /dev/shm, and vLLM on Ray needs {_RAY_SHARED_MEMORY_MB} MB"
         hint = f"set it to {_RAY_SHARED_MEMORY_MB}, and `up` raises the project's limit, or use engine.executor: mp"

@@ -130,14 +130,13 @@ def without_folder(workbench: Workbench, place: folder.Place) -> list[Left]:
         name = names.deployment_in(str(row.get("name")))
         if name is not None:
             titles[name] = titles.get(name, 0) + 1
+    where = f'project "{place.project or place.project_id}" of {place.workbench}'
     lost = []
     for name, count in sorted(titles.items()):
         record = names.in_project(f"{names.run_path(name)}/run.json")
         if workbench.download(record) is None:
-            where = f'project "{place.project or place.project_id}" of {place.workbench}'
             what = f'{count} workload{"s" if count > 1 else ""} of "{name}"'
             lost.append(Left(placing.TARGET, name, where, what, msgspec.to_builtins(place)))
-    where = f'project "{place.project or place.project_id}" of {place.workbench}'
     for own, count in measuring.lost(workbench).items():
         what = f"{count} workload{'s' if count > 1 else ''} of a measurement of `doctor`"
         lost.append(Left(placing.TARGET, f"{_MEASUREMENT}{own}", where, what, msgspec.to_builtins(place)))

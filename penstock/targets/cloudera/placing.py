@@ -58,12 +58,14 @@ def _place_jobs(workbench: Workbench, run: Run, wanted: Sequence[Unit], entries:
     """Start the nodes of these replicas that do not run; why some could not be started."""
     problems: list[PenstockError] = []
     jobs: dict[str, Object] | None = None
+    found: weights.Look | None = None
     for unit in wanted:
         missing = _missing_ranks(workbench, run, entries.get(unit.key))
         if not missing:
             continue
         try:
-            if weights.bring(workbench, run).state != "there":
+            found = weights.bring(workbench, run) if found is None else found
+            if found.state != "there":
                 entries[unit.key] = WAITS
                 continue
             jobs = {str(row.get("name")): row for row in workbench.jobs()} if jobs is None else jobs
@@ -83,12 +85,14 @@ def _order_workers(
         workers.leave(workbench, run, leaving, _names_of(leaving), run.plan().drain_s + _TIDY_S)
     application = find_gateway(workbench, run)
     known = workers.look(workbench, run, application)
+    new = [unit for unit in wanted if entries.get(unit.key, WAITS) == WAITS]
+    are_there = not new or weights.bring(workbench, run).state == "there"
     for unit in wanted:
-        entry = entries.get(unit.key)
-        if entry in (None, WAITS) and weights.bring(workbench, run).state != "there":
+        if unit in new and not are_there:
             entries[unit.key] = WAITS
-            continue
-        entries[unit.key] = workers.named(None if entry == WAITS else entry, known, run.plan().n_nodes)
+        else:
+            before = None if unit in new else entries[unit.key]
+            entries[unit.key] = workers.named(before, known, run.plan().n_nodes)
 
 
 def _names_of(entries: Entries) -> set[str]:

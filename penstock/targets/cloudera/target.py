@@ -135,15 +135,15 @@ class ClouderaAi(Target):
 
     def keep_up(self, run: Run) -> None:
         """Of the controller: replicas whose weights have come are forgotten, so that it places them."""
-        handle, now = run.handle(), time.monotonic()
-        waiting = {key for key, entry in handle.units.items() if entry == placing.WAITS}
-        if not waiting or not session.is_inside(run) or now < self._weights_due_at:
+        now = time.monotonic()
+        if placing.WAITS not in run.handle().units.values() or not session.is_inside(run) or now < self._weights_due_at:
             return
         self._weights_due_at = now + _FRESH_S
         with contextlib.suppress(PenstockError):  # `status` says so
             if weights.bring(self._workbench_of(run), run).state == "there":
-                left = {key: entry for key, entry in run.handle().units.items() if entry != placing.WAITS}
-                run.write_handle(Handle(handle.target, left))
+                handle = run.handle()
+                left = {key: entry for key, entry in handle.units.items() if entry != placing.WAITS}
+                run.write_handle(msgspec.structs.replace(handle, units=left))
 
     def logs(self, run: Run, unit: Unit, follow: bool, last: int | None = None) -> Iterator[str]:
         n_nodes = run.plan().n_nodes if unit.kind == "replica" else 1

@@ -28,12 +28,17 @@ def look(workbench: Workbench, run: Run) -> dict[Unit, Placement]:
     rows: dict[str | None, Object | None] = {}
     placements = {}
     launched: dict[str, Worker] | None = None
+    waiting: Placement | None = None
     for unit in sorted(map(unit_of, units), key=order):
         entry = units[unit.key]
         if unit.kind == "replica" and "workers" in entry:
             if launched is None:
                 launched = workers.look(workbench, run, placing.find_gateway(workbench, run))
             placements[unit] = _replica_of_workers(workbench, run, unit, entry, launched)
+            continue
+        if unit.kind == "replica" and not entry.get("jobs"):
+            waiting = weights.placement(workbench, run) if waiting is None else waiting
+            placements[unit] = waiting
             continue
         if unit.kind == "replica":
             placements[unit] = _replica(workbench, run, unit, entry)
@@ -47,11 +52,9 @@ def look(workbench: Workbench, run: Run) -> dict[Unit, Placement]:
 
 
 def _replica(workbench: Workbench, run: Run, unit: Unit, entry: Mapping[str, Any]) -> Placement:
-    if not entry.get("jobs"):
-        return weights.placement(workbench, run)
     template = msgspec.json.decode(run.artifact().files[names.NODE])
     nodes = {}
-    for rank, (job, job_run) in enumerate(entry.get("jobs", ())):
+    for rank, (job, job_run) in enumerate(entry["jobs"]):
         row = workbench.job_run(job, job_run)
         note = pod_note(workbench, run, names.node_part(unit.name, rank), row)
         nodes[rank] = NodeRun(row, note, _failure(workbench, row), template["memory"])

@@ -397,11 +397,12 @@ def _delete(dashboard: Dashboard, jobs: Iterable[str]) -> None:
     """Have Ray forget jobs that have ended. On a busy head one may come back, and is deleted again."""
     left = [*jobs]
     for _ in range(_DELETIONS):
+        if not left:
+            return
         for job in left:
             dashboard.delete(job)
-        if left:
-            time.sleep(_MONITORED_S / 2)
-        now = dashboard.jobs() if left else {}
+        time.sleep(_MONITORED_S / 2)
+        now = dashboard.jobs()
         left = [job for job in left if job in now]
 
 

@@ -6,10 +6,11 @@ verify TLS certificates.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
@@ -208,13 +209,10 @@ class Api:
 
     def read(self, execution_id: int) -> Execution | None:
         """None when it was deleted."""
-        try:
-            answer = self.get(f"{self._project}/run_executions/{execution_id}")
-        except HttpError as exc:
-            if exc.status == 404:
-                return None
-            raise
-        return converted(answer, Execution)
+        found: Execution | None = None
+        with unless_absent():
+            found = converted(self.get(f"{self._project}/run_executions/{execution_id}"), Execution)
+        return found
 
     def living(self) -> list[Execution]:
         """All that have not ended, the newest first."""
@@ -237,11 +235,8 @@ class Api:
         return sorted(converted(answer.get("logs") or [], list[LogLine]), key=lambda line: line.timestamp)
 
     def terminate(self, execution_id: int) -> None:
-        try:
+        with unless_absent():
             self.post(f"{self._project}/run_executions/{execution_id}/terminate", {})
-        except HttpError as exc:
-            if exc.status != 404:
-                raise
 
     def page_of(self, execution_id: int) -> str:
         return self.page("runs", self.account.project, str(execution_id))
@@ -280,6 +275,16 @@ class Api:
             raise explained(exc, self.account) from exc
         except msgspec.DecodeError as exc:
             raise PenstockError(f"cannot read the answer of {self.account.host}{path}: not JSON") from exc
+
+
+@contextlib.contextmanager
+def unless_absent() -> Iterator[None]:
+    """Nothing, where VESSL has not what a call names."""
+    try:
+        yield
+    except HttpError as exc:
+        if exc.status != 404:
+            raise
 
 
 def form_errors(answer: Any) -> list[tuple[str, str]]:

@@ -17,12 +17,12 @@ from penstock.targets.vessl import api, folder, log_lines, run_yaml, words
 from penstock.targets.vessl.api import Api, Execution
 from penstock.targets.vessl.connections import Connections
 from penstock.targets.vessl.run_yaml import block_of
+from penstock.targets.waiting import wait
 from penstock.wire.client import Client
 from penstock.wire.container import PATH, ContainerView, End, Named
 
 _FRESH_S = 1.0
 _CONTROL_S, _CHANGE_S = 5.0, 120.0
-_POLL_S = 0.5
 _ENDED_S = 120.0  # VESSL's own grace is not documented
 _EXIT_S = 15.0  # after its drain, until VESSL has seen that it is over
 
@@ -248,11 +248,9 @@ def _was_heard(look: Look | None, execution: Execution) -> bool:
 
 def _wait_ended(asked: Api, execution: Execution, timeout_s: float) -> bool:
     """Whether it ended in time. Blocks."""
-    deadline = time.monotonic() + timeout_s
-    while True:
+
+    def has_ended() -> bool:
         found = asked.read(execution.id)
-        if found is None or found.has_ended:
-            return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_S)
+        return found is None or found.has_ended
+
+    return wait(has_ended, timeout_s)

@@ -7,8 +7,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from penstock.targets.vessl.api import Api, LogLine, converted, form_errors
-from penstock.wire.answers import HttpError
+from penstock.targets.vessl.api import Api, LogLine, converted, form_errors, unless_absent
 
 # Of a revision: the CLI takes these for terminated.
 ENDED = ("failed", "stopped")
@@ -82,12 +81,10 @@ class ServiceApi:
 
     def read(self, name: str) -> Service | None:
         """None where there is none."""
-        try:
-            return converted(self._api.get(self._one(name)), Service)
-        except HttpError as exc:
-            if exc.status == 404:
-                return None
-            raise
+        found: Service | None = None
+        with unless_absent():
+            found = converted(self._api.get(self._one(name)), Service)
+        return found
 
     def create(self, name: str, cluster_id: int, description: str) -> None:
         body = {"name": name, "kernel_cluster_id": cluster_id, "description": description}
@@ -95,11 +92,8 @@ class ServiceApi:
 
     def delete(self, name: str) -> None:
         """Nothing where there is none."""
-        try:
+        with unless_absent():
             self._api.call("DELETE", self._one(name), None)
-        except HttpError as exc:
-            if exc.status != 404:
-                raise
 
     def judged(self, name: str, yaml_spec: str) -> list[tuple[str, str]]:
         """What the server's dry check says against a revision: attributes with its words."""

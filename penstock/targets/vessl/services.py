@@ -34,10 +34,10 @@ from penstock.targets.vessl import folder, log_lines, run_yaml
 from penstock.targets.vessl.api import Api
 from penstock.targets.vessl.connections import Connections
 from penstock.targets.vessl.service_api import Autoscaling, Revision, Service, ServiceApi, Worker
+from penstock.targets.waiting import wait
 from penstock.wire.answers import HttpError
 
 _FRESH_S = 1.0
-_POLL_S = 0.5
 _ENDED_S = 120.0  # VESSL's own grace is not documented
 _REFUSED = "penstock: could not start: "  # so the container begins that line (deployment/container)
 
@@ -205,14 +205,11 @@ class Services:
             for row in services.revisions(run.name):
                 if not row.has_ended:
                     services.terminate(run.name, row.number)
-            deadline = time.monotonic() + grace_s + _ENDED_S
-            while any(not row.has_ended for row in services.revisions(run.name)):
-                if time.monotonic() > deadline:
-                    hint = f"It may still be charged; see {services.page_of(run.name)}, then: penstock down {run.name}"
-                    raise PenstockError(
-                        f'could not end service "{run.name}": its workers have not ended', hint=hint, is_retryable=True
-                    )
-                time.sleep(_POLL_S)
+            if not wait(lambda: all(row.has_ended for row in services.revisions(run.name)), grace_s + _ENDED_S):
+                hint = f"It may still be charged; see {services.page_of(run.name)}, then: penstock down {run.name}"
+                raise PenstockError(
+                    f'could not end service "{run.name}": its workers have not ended', hint=hint, is_retryable=True
+                )
             services.delete(run.name)
         asked.delete_secret(run_yaml.secret_of(run.name))
         self._looks.pop(str(run.path), None)
