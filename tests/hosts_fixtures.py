@@ -19,6 +19,8 @@ from hosts_ray import RayCluster, missing_ray
 from hosts_slurm import Slurm, missing_slurm
 from slurm_cluster import Desk
 
+from penstock import targets
+
 
 def require_hosts(reason: str | None = None) -> None:
     """Skip the test where no hosts can be made, or for another reason."""
@@ -39,6 +41,7 @@ def two_hosts() -> Iterator[Hosts]:
 def hosts(two_hosts: Hosts) -> Iterator[Hosts]:
     yield two_hosts
     two_hosts.reset()
+    targets.load.cache_clear()  # its connections were to the hosts before
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +56,7 @@ def two_hosts_behind_login() -> Iterator[Hosts]:
 def login_hosts(two_hosts_behind_login: Hosts) -> Iterator[Hosts]:
     yield two_hosts_behind_login
     two_hosts_behind_login.reset()
+    targets.load.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -96,6 +96,15 @@ def started(*words: object) -> Iterator[subprocess.Popen[str]]:
         child.communicate()
 
 
+def measured(code: int, out: str) -> dict[str, Any]:
+    """What `bench serve --json` printed. On a busy machine it may say (exit code 1) that it was late itself."""
+    result = json.loads(out)
+    assert isinstance(result, dict)
+    reasons = [reason for reason in result["invalid_because"] if not reason.startswith("the generator ")]
+    assert (code, reasons) == (int(not result["valid"]), []), out
+    return result
+
+
 def interrupt(*words: object, when: Callable[[], bool]) -> Done:
     """Start a command, press Ctrl-C as soon as it is so, and wait for its end."""
     with started(*words) as child:

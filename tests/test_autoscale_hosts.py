@@ -13,7 +13,7 @@ import pytest
 from autoscale_story import FIELDS, SLOW
 from hosts import Hosts
 from hosts_ray import RayCluster
-from launching import Place, a_place
+from launching import Place, a_place, measured
 from slurm_cluster import ENV, Desk
 from ssh_rig import left_on, ours, until, write
 
@@ -62,7 +62,7 @@ def test_on_slurm(desk: Desk) -> None:
     second = desk.job("1")
     assert second != first
     out, err = bench.communicate(timeout=200)
-    assert bench.returncode == 0 and '"failed": 0' in out, (out, err)
+    assert measured(bench.returncode, out)["failed"] == 0, err
     desk.wait(lambda: desk.status()["replicas"] == [], "nobody asks: all jobs end", 120)
     assert desk.slurm.run(["squeue", "-h"]) == ""
     assert desk.call("chat", "one", "-m", "tell me a story", "--max-tokens", 8).strip().startswith("1:tell 2:me")

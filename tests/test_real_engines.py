@@ -22,6 +22,7 @@ import openai
 import pytest
 import yaml
 from dashboard_queries import all_queries, queries
+from launching import measured
 from prometheus_rig import Prometheus
 from trace_collector import TraceCollector
 
@@ -291,8 +292,7 @@ def test_chat_prints_one_answer(live: Live) -> None:
 def test_a_load_test_measures_it(live: Live, tmp_path: Path) -> None:
     words = "--requests 12 --concurrency 3 --input-tokens 8 --output-tokens 8 --json --out"
     done = live.command("bench", "serve", live.name, *words.split(), str(tmp_path / "out"))
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = measured(done.returncode, done.stdout)
     assert (result["completed"], result["failed"]) == (12, 0)
     assert 12 <= result["total_output_tokens"] <= 96
     assert 0 < result["median_ttft_ms"] <= result["median_e2el_ms"]

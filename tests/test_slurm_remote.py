@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 import yaml
 from hosts import ROOT
 from hosts_slurm import Slurm
+from launching import measured
 from slurm_cluster import Desk
 
 from penstock.wire.client import Client
@@ -75,7 +75,7 @@ def test_every_verb_works_by_name_from_a_laptop(laptop: Laptop) -> None:
     assert "GET /health" in laptop.call("logs", "one", "--replica", 1, "-n", 20).stdout
     assert laptop.call("up", file, "--set", "engine.args.load-s=0.2").returncode == 2, "its exit code is passed on"
     done = laptop.call("bench", "serve", "one", "--requests", 4, "--concurrency", 2, "--max-tokens", 4, "--json")
-    assert done.returncode == 0 and json.loads(done.stdout)["completed"] == 4, done
+    assert measured(done.returncode, done.stdout)["completed"] == 4
     child = subprocess.Popen(laptop.argv("tunnel"), env=laptop.env, stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None

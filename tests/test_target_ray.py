@@ -135,9 +135,13 @@ def test_down_now_does_not_wait_for_a_stream_and_a_survey_asks_every_node(
     ]
     findings = examine.examine(reading.load(file), is_quick=True)
     assert [finding for finding in findings if finding.state == "bad"] == [], "doctor on a cluster that runs it"
+    dashboard = Dashboard(ray_cluster.url)
+    unread = dashboard.submit({"entrypoint": "true", "submission_id": "penstock-survey-of-a-killed-command"})
+    wait_until(lambda: (job := dashboard.job(unread)) is not None and job.has_ended, "it has ended")
     stream = Asking(run.url, 600)
     time.sleep(1.5)
     assert call("down", "one", "--now").code == 0
+    assert dashboard.job(unread) is None
     stream.end()
     assert stream.error is not None
 

@@ -300,7 +300,7 @@ def discover(name: str, deployment: Deployment | None = None) -> Adopted | None:
 
 def _is_here(run: Run) -> bool:
     """Whether it has a folder. One that ended may have been started again by another machine, in a target for that."""
-    return run.exists() and not (run.is_ended() and "tunnels" in load(run.record().target).capabilities)
+    return run.exists() and not (run.is_ended() and "tunnels" in load(run.handle().target).capabilities)
 
 
 def finish(left: Left) -> None:
