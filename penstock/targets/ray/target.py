@@ -196,7 +196,7 @@ class RayJobs(Target):
         wanted = {entry["job"] for entry in kept.values()}
         # One that ended by itself stays in Ray's list, with its log, until `end`.
         extra = [job for job in _of_run(jobs, run_id) if job.id not in wanted and not job.has_ended]
-        self._end(dashboard, run, extra, run.plan().drain_s + _SPARE_S, _unread(jobs) if extra else [])
+        self._end(dashboard, run, extra and [*extra, *_unread(jobs)], run.plan().drain_s + _SPARE_S)
         problems = []
         for name in names:
             if name not in kept:
@@ -221,7 +221,7 @@ class RayJobs(Target):
                 hint=f"When the cluster is gone for good: penstock down {run.name} --forget",
                 is_retryable=True,
             ) from exc
-        self._end(dashboard, run, _of_run(jobs, run.record().id), grace_s, _unread(jobs))
+        self._end(dashboard, run, [*_of_run(jobs, run.record().id), *_unread(jobs)], grace_s)
         self._views.pop(dashboard.address, None)
 
     # --- placing and ending
@@ -250,9 +250,8 @@ class RayJobs(Target):
             body = body.replace(f"{{{word}}}", value)
         return dashboard.submit(json.loads(body))
 
-    def _end(self, dashboard: Dashboard, run: Run, jobs: Sequence[Job], grace_s: float, unread: Sequence[str]) -> None:
-        """Stop jobs, wait for their end, make sure that nothing of them is left, and have Ray forget them and surveys
-        that nobody has read until then."""
+    def _end(self, dashboard: Dashboard, run: Run, jobs: Sequence[Job], grace_s: float) -> None:
+        """Stop jobs, wait for their end, make sure that nothing of them is left, and have Ray forget them."""
         self._ending |= {job.id for job in jobs}
         alive = [job for job in jobs if not job.has_ended]
         for job in alive:
@@ -275,9 +274,9 @@ class RayJobs(Target):
                 record, name = run.record(), job.metadata.get(_META_REPLICA, "0")
                 argv = ["-m", "penstock.targets.ray.guard", "sweep", _mark(record), name, record.id]
                 _ask_nodes(dashboard, _block(run.deployment()), argv, 30.0)
-        if jobs or unread:
+        if jobs:
             time.sleep(max(0.0, ended_at + _MONITORED_S - time.monotonic()))
-        _delete(dashboard, [*(job.id for job in jobs), *unread])
+        _delete(dashboard, [job.id for job in jobs])
 
     def _view(self, address: str) -> ClusterView:
         before = self._views.get(address)
@@ -429,6 +428,6 @@ def _of_run(jobs: Mapping[str, Job], run_id: str) -> list[Job]:
     return [job for job in jobs.values() if job.metadata.get(_META_ID) == run_id]
 
 
-def _unread(jobs: Mapping[str, Job]) -> list[str]:
+def _unread(jobs: Mapping[str, Job]) -> list[Job]:
     """Surveys that have ended: who asks one looks every 0.2 s and has Ray forget it, unless it was killed."""
-    return [job.id for job in jobs.values() if job.id.startswith(_SURVEY_ID) and job.has_ended]
+    return [job for job in jobs.values() if job.id.startswith(_SURVEY_ID) and job.has_ended]
