@@ -122,6 +122,15 @@ def test_a_proxy_that_cuts_streams_is_an_honest_error(place: Place, workbench: W
     workbench.cut_streams_after_s = None
 
 
+@pytest.mark.nightly
+def test_a_proxy_that_cuts_what_is_silent_lets_a_slow_first_token_through(place: Place, workbench: Workbench) -> None:
+    run, _ = up(place, workbench, engine={"args": {"ttft-s": 25}})
+    wait_ready(run)
+    workbench.cut_silence_after_s = 15.0
+    done = call("chat", "one", "-m", PROMPT, "--max-tokens", 4)
+    assert done.code == 0 and "4:" in done.out, done
+
+
 def test_a_gateway_that_has_not_started_has_no_address_yet(place: Place, workbench: Workbench) -> None:
     workbench.pods.n_free = 0  # type: ignore[attr-defined]
     assert call("up", file_for(place, workbench), "--json", "--no-wait").code == 0

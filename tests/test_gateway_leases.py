@@ -28,10 +28,10 @@ from gateway_rig import (
 )
 from hosts import Hosts
 
-from penstock.gateway import forwarding, waiting_streams
+from penstock.gateway import waiting_streams
 from penstock.gateway.config import Address
 from penstock.gateway.connections.engine import UpstreamConnection
-from penstock.gateway.routing import static_upstreams
+from penstock.gateway.routing import replicas, static_upstreams
 from penstock.gateway.routing.replicas import Replica
 from penstock.spec.gateway import QueueBounds
 from penstock.wire.http1 import END, ResponseHead
@@ -106,7 +106,7 @@ async def test_stream_of_a_silent_machine_ends_with_its_name(monkeypatch: pytest
         assert replica is not None
         return replica
 
-    monkeypatch.setattr(forwarding, "SILENT_S", 0.01)
+    monkeypatch.setattr(replicas, "SILENT_S", 0.01)
     monkeypatch.setattr(static_upstreams, "PROBE_TIMEOUT_S", 0.01)
     async with rig_with(reply) as (rig, engine, client):
         client.post(STREAM)
@@ -135,7 +135,7 @@ def test_short_cut_loses_nothing_and_a_machine_that_is_off_ends_its_stream(
     loop_factory: LoopFactory, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packets are dropped both ways. The times are a tenth of the real ones."""
-    monkeypatch.setattr(forwarding, "SILENT_S", 4.0)
+    monkeypatch.setattr(replicas, "SILENT_S", 4.0)
     host = hosts["node1"]
     engine = ["--model", "demo", "--host", host.address, "--port", "9000", "--ttft-s", "0", "--tokens-per-s", "20"]
     host.popen([sys.executable, "-m", "penstock.testing.fake_engine", *engine, "--max-model-len", "32768"])

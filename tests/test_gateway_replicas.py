@@ -327,15 +327,15 @@ def test_full_kv_cache_makes_a_replica_weaker() -> None:
         assert round(row(table).weight, 6) == weight
 
 
-def test_engine_is_idle_since_it_first_reported_that() -> None:
+def test_a_request_is_lost_to_an_engine_that_has_reported_none_for_as_long_as_it_is_silent() -> None:
     table = table_of("a")
-    assert not table.is_idle(row(table), 100, 0)
+    assert row(table).why_lost(100, 100) is None
     for now in (10, 11, 12):
         announce(table, now, load=EngineLoad(0))
-    assert table.is_idle(row(table), 40, 30)
-    assert not table.is_idle(row(table), 39, 30)
+    assert "reports no running request" in (row(table).why_lost(30, 40) or "")
+    assert row(table).why_lost(30, 39) is None and row(table).why_lost(29, 40) is None
     announce(table, 41, load=EngineLoad(1))
-    assert not table.is_idle(row(table), 90, 30)
+    assert row(table).why_lost(90, 90) is None
 
 
 def test_other_workers_requests_count_and_fill_a_replica() -> None:

@@ -26,8 +26,9 @@ from gateway_rig import (
     say,
 )
 
-from penstock.gateway import forwarding, retries
+from penstock.gateway import retries
 from penstock.gateway.retries import Loss
+from penstock.gateway.routing import replicas
 from penstock.wire.http1 import RequestHead
 
 pytestmark = both_loops
@@ -326,7 +327,7 @@ async def test_bug_in_a_handler_does_not_leave_the_client_waiting(monkeypatch: p
 
 
 async def test_request_that_its_engine_forgot_is_sent_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwarding, "STALL_S", 0.01)
+    monkeypatch.setattr(replicas, "STALL_S", 0.01)
     gate = Gate(b"", b"")
     async with rig_with(gate.reply) as (rig, engine, client):
         client.post(CHAT)

@@ -28,7 +28,7 @@ _KEYS: Final = frozenset((b"authorization", b"x-api-key"))
 class UnderWay(Protocol):
     """A request between its arrival and its end: `forwarding.Forwarding`, which imports this module."""
 
-    def end_if_lost(self, now: float) -> None: ...
+    def bear_silence(self, now: float) -> None: ...
 
 
 class GatewayContext:
@@ -83,9 +83,9 @@ class GatewayContext:
             self.tell_workers(WAKE, msgspec.json.encode({"replica": row.name}))
 
     def look_after(self, now: float) -> None:
-        """Once a second: ends exchanges that their engine lost, and lets waiting requests look again."""
+        """Once a second: looks after exchanges whose engine is silent, and lets waiting requests look again."""
         for forwarding in tuple(self.under_way):
-            forwarding.end_if_lost(now)
+            forwarding.bear_silence(now)
         for model in self.replicas.models:
             self.wake_sleeper(model.name, now)
             if self.queue.waiting_for(model.name) and self.replicas.ready(model.name, now):

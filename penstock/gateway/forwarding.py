@@ -8,6 +8,7 @@ import time
 from operator import sub
 from typing import Final
 
+from penstock.gateway import waiting_streams
 from penstock.gateway.accounting.entry import OUTCOMES, Entry
 from penstock.gateway.accounting.exchange import Exchange
 from penstock.gateway.accounting.keys import credential
@@ -25,20 +26,15 @@ from penstock.gateway.retries import FAILED_STATUSES, MAX_FAILURE_BYTES, Loss, r
 from penstock.gateway.routing.queue import QueueEntry
 from penstock.gateway.routing.replicas import NO_HINTS, RETRY_AFTER_S, Replica, RoutingHints, find_response_id
 from penstock.gateway.slow_requests import slow_request
-from penstock.gateway.streams import Ending, is_event_stream, read_chunks, to_event
+from penstock.gateway.streams import NO_BUFFERING, Ending, is_event_stream, read_chunks, to_event
 from penstock.gateway.trace_context import TRACESTATE, TraceContext
-from penstock.gateway.waiting_streams import first_after_s, next_after_s, write_head, write_taken, write_waiting
 from penstock.wire.http1 import HOP_BY_HOP, LAST_CHUNK, STATUS_LINE, Headers, ResponseHead, write_chunk
 
-# A request that got no byte for so long, from an engine that reported itself idle for as long, is lost.
-STALL_S = 30.0
-# The same with a machine that answered no probe for as long. More than 25 s: a network may fail for a moment.
-SILENT_S = 30.0
 # An answer to a client whose stream has begun becomes one event of at most this.
 MAX_COLLECTED_BYTES: Final = 64 * 1024
 
 _NO_USAGE: Final = Usage(0, 0, 0)
-_DROPPED_OF_RESPONSE: Final = HOP_BY_HOP | OWN_HEADERS | {b"server-timing"}
+_DROPPED_OF_RESPONSE: Final = HOP_BY_HOP | OWN_HEADERS | {b"server-timing", b"x-accel-buffering"}
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +53,7 @@ class Forwarding:
     _own_s = 0.0
     _sent_at = 0.0
     _last_at = 0.0  # of the last bytes, or of sending
+    _told_at = 0.0  # of the last comment about an engine's silence
     _first_at = 0.0  # of the engine's first body bytes
     _n_reads = 0  # of a stream
     _n_body_bytes = 0
@@ -169,7 +166,7 @@ class Forwarding:
                 if connection is not None:
                     self._task = None
                     if self._is_held_open and self._facts.wants_progress and self._replica is not None:
-                        self._send_comment(write_taken(self._replica.name))
+                        self._send_comment(waiting_streams.write_taken(self._replica.name))
                     self._send(connection)
                     return
                 if self._has_ended:
@@ -198,7 +195,7 @@ class Forwarding:
             return False
         if context.queue.waiting_for(self._model) == 1:  # the first; once a second for all
             context.wake_sleeper(self._model, began_at)
-        comment_at = began_at + first_after_s(facts.wants_progress) if facts.streams else deadline
+        comment_at = began_at + waiting_streams.first_after_s(facts.wants_progress) if facts.streams else deadline
         self._held_at = began_at
         try:
             while True:
@@ -208,8 +205,8 @@ class Forwarding:
                     self._refuse_for_now()
                     return False
                 if now >= comment_at:
-                    self._send_comment(write_waiting(context, entry, facts.wants_progress, now))
-                    comment_at = now + next_after_s(facts.wants_progress, context.queue.waiting_for(self._model))
+                    self._send_comment(waiting_streams.write_waiting(context, entry, facts.wants_progress, now))
+                    comment_at = now + waiting_streams.next_after_s(context, entry, facts.wants_progress)
                 if await context.queue.wait(entry, min(deadline, comment_at) - now):
                     if self._take_replica():
                         return True
@@ -270,7 +267,7 @@ class Forwarding:
     def _write_request(self, connection: UpstreamConnection) -> bytes:
         head, entry, body, trace = self._request_head, self._entry, self._body, self._trace
         # What the gateway may have to add to a stream of its own must not be compressed.
-        is_plain = self._is_held_open or (entry is not None and entry.strips_usage)
+        is_plain = self._facts.streams or (entry is not None and entry.strips_usage)
         dropped = self._context.dropped_plain if is_plain else self._context.dropped
         length = b"content-length: %d\r\n" % len(body) if body or head.method == b"POST" else b""
         if trace is not None:
@@ -396,22 +393,25 @@ class Forwarding:
             self._context.retries.note_failure(self._replica, time.monotonic())
             self._end_early(str(error))
 
-    def end_if_lost(self, now: float) -> None:
-        """Ends an exchange whose engine reports that it works on nothing, or whose machine is silent."""
+    def bear_silence(self, now: float) -> None:
+        """Ends an exchange that its engine lost; while one may go on, the client of a stream hears that it does."""
         self._note_tokens()
         replica, connection, silent_s = self._replica, self._connection, now - self._last_at
         if connection is None or replica is None:
             return
-        if silent_s >= STALL_S and self._context.replicas.is_idle(replica, now, STALL_S):
-            reason = f"no byte for {STALL_S:.0f} s, and the engine reports no running request"
-        elif silent_s >= SILENT_S and replica.is_silent(now, SILENT_S):
-            host = replica.announcement.host  # clients may know a machine's name, but not its address
-            machine = f"machine {host}" if host else "the machine"
-            reason = f"{machine} of replica {replica.name} does not answer: no byte for {silent_s:.0f} s"
-        else:
-            return
-        connection.discard()
-        self.lost(UpstreamError(reason))
+        reason = replica.why_lost(silent_s, now)
+        if reason is not None:
+            connection.discard()
+            self.lost(UpstreamError(reason))
+        elif self._may_comment() and now - max(self._last_at, self._told_at) >= waiting_streams.KEEP_ALIVE_S:
+            self._told_at = now
+            self._send_comment(waiting_streams.KEEP_ALIVE)
+
+    def _may_comment(self) -> bool:
+        """Whether the client reads events, and none is half sent."""
+        if self._response is None:
+            return self._facts.streams
+        return self._ending is not None and self._ending.is_between_events()
 
     def _lose(self, loss: Loss) -> None:
         replica, connection, retries = self._replica, self._connection, self._context.retries
@@ -457,21 +457,20 @@ class Forwarding:
             return b""
         if self._streams and head.length is None:
             self._ending = Ending()
-        framing = b""
+        framing = NO_BUFFERING if self._streams else b""
         self._is_bodyless = self._request_head.method == b"HEAD"
         if head.length is not None:
             if head.status not in (204, 304):
-                framing = b"content-length: %d\r\n" % head.length
+                framing += b"content-length: %d\r\n" % head.length
         elif not self._request_head.is_http_10:
             self._is_chunked = not self._is_bodyless
             self.takes_chunks = head.is_chunked and not self._seeks_id and not self._is_bodyless
-            framing = b"transfer-encoding: chunked\r\n"
+            framing += b"transfer-encoding: chunked\r\n"
         kept = head.keep(_DROPPED_OF_RESPONSE)
         if not kept.startswith(b"date: ") and kept.find(b"\r\ndate: ") < 0:
             kept = b"date: %s\r\n%s" % (http_date(int(time.time())), kept)
-        if 300 <= head.status < 400:
+        if 300 <= head.status < 400 and self._connection is not None:
             # An engine names itself by the address at which it was asked.
-            assert self._connection is not None
             kept = kept.replace(b"location: http://%s/" % host_header(self._connection.address), b"location: /")
         return STATUS_LINE[head.status] + kept + framing + self._write_own_headers(replica)
 
@@ -489,13 +488,13 @@ class Forwarding:
         )
 
     def _send_comment(self, comment: bytes) -> None:
-        """Tells the client of a waiting stream how things stand; the first comment begins the stream."""
+        """Tells the client of a waiting stream how things stand; the first comment begins a stream that has not."""
         out = b""
-        if not self._is_held_open:
+        if self._response is None and not self._is_held_open:
             self._is_held_open = True
             self._ending = Ending()
             self._is_chunked = not self._request_head.is_http_10
-            out = write_head(time.time(), self._is_chunked) + self._write_own_headers(None)
+            out = waiting_streams.write_head(time.time(), self._is_chunked) + self._write_own_headers(None)
         self._client.write(out + (write_chunk(comment) if self._is_chunked else comment))
 
     def _collect(self, data: bytes, is_end: bool) -> None:

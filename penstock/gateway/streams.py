@@ -10,6 +10,7 @@ from penstock.gateway.responses import error_body
 from penstock.wire.http1 import ResponseHead
 
 EVENT_STREAM: Final = b"text/event-stream"
+NO_BUFFERING: Final = b"x-accel-buffering: no\r\n"  # nginx passes each event on at once
 DONE_EVENT: Final = b"data: [DONE]\n\n"
 
 _TAIL_BYTES: Final = len(DONE_EVENT)
@@ -52,14 +53,16 @@ class Ending:
         """Whether the last event was sent: many clients hang up at it."""
         return self._read_tail().endswith(DONE_EVENT)
 
+    def is_between_events(self) -> bool:
+        tail = self._read_tail()
+        return not tail or tail.endswith((b"\n\n", b"\r\n\r\n"))
+
     def write_end(self, status: int, message: str, code: str) -> bytes:
         """An error event and the last event; nothing when the last event was sent."""
         if self.has_done():
             return b""
-        tail = self._read_tail()
         # An event cut in its middle is ended first: its reader gets broken JSON, and then the reason.
-        is_between_events = not tail or tail.endswith((b"\n\n", b"\r\n\r\n"))
-        gap = b"" if is_between_events else b"\n\n"
+        gap = b"" if self.is_between_events() else b"\n\n"
         return gap + b"data: " + error_body(status, message, code) + b"\n\n" + DONE_EVENT
 
 

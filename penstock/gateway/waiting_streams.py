@@ -1,4 +1,4 @@
-"""What the client of a stream hears while it waits for a replica: how its response begins, and comments."""
+"""What the client of a stream hears while it waits for a replica or its engine: how its response begins, comments."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Final
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.responses import http_date
 from penstock.gateway.routing.queue import QueueEntry
+from penstock.gateway.streams import NO_BUFFERING
 from penstock.wire.http1 import STATUS_LINE
 from penstock.wire.waiting import PROMPT_STAGE, Waiting, write_comment
 
@@ -18,13 +19,16 @@ COMMENT_EVERY_S = 5.0
 PROGRESS_FIRST_S = 0.5
 PROGRESS_EVERY_S = 1.0
 POSITIONS_PER_S: Final = 500.0
+# While the engine is silent that has the request: rented places' proxies end a stream after 30 or 60 s without a byte.
+KEEP_ALIVE_S = 10.0
+KEEP_ALIVE: Final = b": penstock keep-alive\n\n"
 
 
 def write_head(now_s: float, is_chunked: bool) -> bytes:
     """How the head begins. `now_s`: Unix seconds."""
     coding = b"transfer-encoding: chunked\r\n" if is_chunked else b""
-    return b"%sdate: %s\r\ncontent-type: text/event-stream\r\ncache-control: no-cache\r\n%s" % (
-        *(STATUS_LINE[200], http_date(int(now_s)), coding),
+    return b"%sdate: %s\r\ncontent-type: text/event-stream\r\ncache-control: no-cache\r\n%s%s" % (
+        *(STATUS_LINE[200], http_date(int(now_s)), NO_BUFFERING, coding),
     )
 
 
@@ -32,8 +36,10 @@ def first_after_s(wants_progress: bool) -> float:
     return PROGRESS_FIRST_S if wants_progress else QUIET_S
 
 
-def next_after_s(wants_progress: bool, n_waiting: int) -> float:
-    return max(PROGRESS_EVERY_S, n_waiting / POSITIONS_PER_S) if wants_progress else COMMENT_EVERY_S
+def next_after_s(context: GatewayContext, entry: QueueEntry, wants_progress: bool) -> float:
+    if not wants_progress:
+        return COMMENT_EVERY_S
+    return max(PROGRESS_EVERY_S, context.queue.waiting_for(entry.model) / POSITIONS_PER_S)
 
 
 def write_waiting(context: GatewayContext, entry: QueueEntry, wants_progress: bool, now: float) -> bytes:

@@ -23,6 +23,10 @@ Order = Literal["sleep", "wake"]
 
 RETRY_AFTER_S = 5
 RETRY_AFTER_S_MAX = 600
+# A request that got no byte for so long, from an engine that reported itself idle for as long, is lost.
+STALL_S = 30.0
+# The same with a machine that answered no probe for as long. More than 25 s: a network may fail for a moment.
+SILENT_S = 30.0
 
 KV_PRESSURE = 0.9
 WEIGHT_MIN, WEIGHT_MAX = 0.001, 1000.0
@@ -90,9 +94,16 @@ class Replica:
     def note_probe(self, is_silent: bool, began_at: float) -> None:
         self.silent_since = (self.silent_since or began_at) if is_silent else None
 
-    def is_silent(self, now: float, for_s: float) -> bool:
-        """Whether the machine has answered no probe for `for_s` seconds."""
-        return self.silent_since is not None and now - self.silent_since >= for_s
+    def why_lost(self, silent_s: float, now: float) -> str | None:
+        """Why a request that got no byte for so long gets none any more: the engine reports that it works on nothing,
+        or its machine is silent. None while it may get some."""
+        if silent_s >= STALL_S and self.idle_since is not None and now - self.idle_since >= STALL_S:
+            return f"no byte for {STALL_S:.0f} s, and the engine reports no running request"
+        if silent_s >= SILENT_S and self.silent_since is not None and now - self.silent_since >= SILENT_S:
+            host = self.announcement.host  # clients may know a machine's name, but not its address
+            machine = f"machine {host}" if host else "the machine"
+            return f"{machine} of replica {self.name} does not answer: no byte for {silent_s:.0f} s"
+        return None
 
     def begin(self) -> None:
         self.in_flight += 1
@@ -337,10 +348,6 @@ class ReplicaTable:
         self.in_flight_total -= 1
         if replica.shared is not None:
             replica.shared.own -= 1
-
-    def is_idle(self, replica: Replica, now: float, for_s: float) -> bool:
-        """Whether the engine has reported no request for `for_s` seconds."""
-        return replica.idle_since is not None and now - replica.idle_since >= for_s
 
     def coming_words(self, model: str, now: float) -> str:
         """Progress of the replica that is nearest to ready, for people: "loading 45% 12s", or "waiting"."""

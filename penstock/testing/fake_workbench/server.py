@@ -59,6 +59,7 @@ class Workbench:
         self.refuses_creation: tuple[int, str] | None = None  # every POST of a job, as over a quota
         self.calls: list[str] = []
         self.cut_streams_after_s: float | None = None
+        self.cut_silence_after_s = 60.0
         self.buffers_streams = False  # as a proxy that passes an answer on when it is whole
         workbench = self
 
@@ -378,7 +379,7 @@ class Workbench:
         began = time.monotonic()
         try:
             with socket.create_connection((found.pod.address, APP_PORT), 5.0) as sock:
-                sock.settimeout(self.cut_streams_after_s or 60.0)
+                sock.settimeout(self.cut_streams_after_s or self.cut_silence_after_s)
                 sock.sendall(head + body)
                 whole = b""
                 while piece := sock.recv(_PIECE):
