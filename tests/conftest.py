@@ -17,6 +17,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import hypothesis
 import pytest
 from cloudera_rig import pod_hosts, podless, workbench, workbench_place  # noqa: F401 - fixtures
 from hosts_fixtures import (  # noqa: F401 - fixtures
@@ -32,6 +33,12 @@ from hosts_fixtures import (  # noqa: F401 - fixtures
 )
 from kubernetes_fixtures import kubernetes, kubernetes_cluster  # noqa: F401 - fixtures
 from launching import Place, a_place
+
+# How fast examples are on a busy machine says nothing of what they test.
+hypothesis.settings.register_profile(
+    "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("unhurried")
 
 # Marker -> the package without which its tests cannot run.
 NEEDS = {"llamacpp": "xllamacpp", "vllm": "vllm"}

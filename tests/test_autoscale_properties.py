@@ -73,7 +73,7 @@ def followed(rows: list[Sample], policy: Policy, state: State = State()) -> list
     return decisions
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(histories(), policies())
 def test_a_decision_is_within_min_and_max_and_one_sentence(rows: list[Sample], policy: Policy) -> None:
     for decision in followed(rows, policy):
@@ -82,7 +82,7 @@ def test_a_decision_is_within_min_and_max_and_one_sentence(rows: list[Sample], p
         assert decision.state.replicas == decision.replicas
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(histories(25), policies(), st.data())
 def test_more_load_never_gives_fewer_replicas(rows: list[Sample], policy: Policy, data: st.DataObject) -> None:
     *past, last = rows
@@ -108,7 +108,7 @@ def test_more_load_never_gives_fewer_replicas(rows: list[Sample], policy: Policy
     assert scale(Recent((more,)), state, policy, more.t).replicas >= fewer.replicas, fewer.reason
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(histories(), policies(), st.floats(STALE_S + 1, 1e6))
 def test_nothing_ends_without_fresh_samples(rows: list[Sample], policy: Policy, later_s: float) -> None:
     before = followed(rows, policy)[-1]
@@ -116,7 +116,7 @@ def test_nothing_ends_without_fresh_samples(rows: list[Sample], policy: Policy, 
         assert scale(recent, before.state, policy, rows[-1].t + later_s).replicas >= before.replicas
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(histories(), policies())
 def test_equal_inputs_give_equal_decisions_and_the_state_survives_json(rows: list[Sample], policy: Policy) -> None:
     *past, last = rows
@@ -129,7 +129,7 @@ def test_equal_inputs_give_equal_decisions_and_the_state_survives_json(rows: lis
     assert scale(Recent((*past, last)), state, policy, last.t) == first
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 60), st.sampled_from((20.0, 100.0, 300.0)), METRICS, st.integers(0, 8))
 def test_a_constant_load_reaches_a_number_in_ten_minutes_and_stays(
     arrivals: int, start_s: float, metric: str, first: int
@@ -144,7 +144,7 @@ def test_a_constant_load_reaches_a_number_in_ten_minutes_and_stays(
     assert len(set(numbers[settled:])) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(histories(20), policies("slo"), st.sampled_from((-1e6, -3600.0, -20.0, 3600.0, 1e6)))
 def test_a_jump_of_the_clock_ends_nothing_at_once(rows: list[Sample], policy: Policy, jump_s: float) -> None:
     policy = msgspec.structs.replace(policy, replicas=msgspec.structs.replace(policy.replicas, up=None, down=None))
@@ -160,7 +160,7 @@ def test_a_jump_of_the_clock_ends_nothing_at_once(rows: list[Sample], policy: Po
     assert followed([msgspec.structs.replace(moved, t=moved.t + n) for n in range(5)], policy, there.state)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(histories(30), policies("slo"), st.booleans())
 def test_nothing_ends_while_a_replica_starts_or_a_request_is_held(
     rows: list[Sample], policy: Policy, is_held: bool

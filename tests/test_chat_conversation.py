@@ -161,7 +161,7 @@ def check(conversation: Conversation) -> None:
     assert back == conversation and [*back.turns] == [*conversation.turns]
 
 
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["ask", "answer", "edit", "retry", "delete", "choose", "drop"]), st.integers(0, 30)),

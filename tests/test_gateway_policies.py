@@ -88,7 +88,7 @@ def test_prefix_leaves_a_full_replica() -> None:
     assert place(rows, b"long prompt", "prefix") != home
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     n_replicas=st.integers(2, 12),
     steps=st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=80),

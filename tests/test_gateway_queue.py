@@ -62,7 +62,7 @@ def test_priority_orders_one_keys_requests_and_takes_nothing_from_others() -> No
     assert [queue.pop() for _ in range(4)] == [urgent, other, first, None]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     backlog=st.integers(0, 60),
     steps=st.lists(st.sampled_from(["push a", "push b", "push c", "pop", "pop"]), max_size=120),
@@ -89,7 +89,7 @@ def test_no_key_starves(backlog: int, steps: list[str]) -> None:
                 assert n_passed[flow] <= 2 * (len(waiting) - 1)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2), st.booleans()), max_size=60))
 def test_those_who_left_are_never_served_and_all_others_once(rows: list[tuple[str, int, bool]]) -> None:
     queue = FairQueue()
@@ -108,7 +108,7 @@ def test_those_who_left_are_never_served_and_all_others_once(rows: list[tuple[st
     assert queue.n_waiting == 0
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2), st.sampled_from(["push", "push", "pop", "leave"])))
 )

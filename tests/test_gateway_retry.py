@@ -268,7 +268,7 @@ async def test_a_client_that_hangs_up_at_the_last_event_has_its_whole_answer() -
 
 
 async def test_time_with_a_failed_replica_is_not_the_gateways_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "FAILED_AGAIN_S", 0.15)
+    monkeypatch.setattr(retries, "FAILED_AGAIN_S", 0.5)
     async with rig_with(failing()) as (rig, engine, client):
         began = time.monotonic()
         client.post(CHAT)
@@ -280,7 +280,7 @@ async def test_time_with_a_failed_replica_is_not_the_gateways_own(monkeypatch: p
         timing = head.get(b"server-timing")
         assert timing is not None
         # However slow this machine is: what the gateway calls its own and what it waited fit into the whole.
-        assert float(timing.partition(b"dur=")[2]) <= (time.monotonic() - began - 0.145) * 1000
+        assert float(timing.partition(b"dur=")[2]) <= (time.monotonic() - began - 0.495) * 1000
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def mutants(draw: st.DrawFn) -> bytes:
     return data
 
 
-@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(mutants(), st.integers(1, 40))
 def test_where_a_malformed_request_is_cut_changes_nothing(data: bytes, n_bytes: int) -> None:
     pieces, whole = events_of(data, n_bytes), events_of(data, max(1, len(data)))
@@ -125,7 +125,7 @@ def test_where_a_malformed_request_is_cut_changes_nothing(data: bytes, n_bytes: 
     assert pieces[1] == whole[1]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(mutants())
 def test_what_is_taken_reads_the_same_when_written_again(data: bytes) -> None:
     """What we would send on is what we understood: an engine that reads strictly sees the same requests."""

@@ -52,7 +52,7 @@ def test_whole_events_are_not_held_back() -> None:
     assert watch.feed(b"\n" + TOKEN[:5], False) == stream(TOKEN)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.sampled_from([ROLE, TOKEN, b": ping", b"data: x" + b"y" * (MAX_HELD_BYTES + 9)]), max_size=6),
     st.lists(st.integers(0, 80_000), max_size=8),

@@ -189,7 +189,7 @@ MODELS = st.sampled_from(shapes.EVERY)
 LAYOUTS = st.builds(Parallel, st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(MODELS, LAYOUTS, st.integers(1, 200_000), st.integers(0, 80 * GIB), st.integers(0, 40 * GIB), st.booleans())
 def test_more_memory_never_means_fewer_tokens_and_what_fits_is_what_the_largest_length_says(
     arch: Architecture, layout: Parallel, length: int, memory: int, more: int, is_caching: bool
@@ -203,7 +203,7 @@ def test_more_memory_never_means_fewer_tokens_and_what_fits_is_what_the_largest_
     assert not less.fits or less.max_concurrency >= 1
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(MODELS, st.integers(1, 200_000), st.integers(2, 3), st.sampled_from(["0.11", "0.20", "0.33"]))
 def test_a_longer_context_never_takes_fewer_blocks(arch: Architecture, length: int, factor: int, version: str) -> None:
     if arch is shapes.DEEPSEEK_V32 and version != "0.33":

@@ -174,7 +174,7 @@ ARCHITECTURES = st.builds(
 MACHINES = st.builds(fabric, st.sampled_from(["h100-sxm", "l40s"]), st.integers(1, 8), st.integers(1, 4))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(ARCHITECTURES, MACHINES, st.integers(1, 9), st.sampled_from([None, 5.0, 50.0]))
 def test_the_chosen_layout_is_always_legal_and_fits(
     arch: Architecture, machines: Fabric, least: int, tpot_ms: float | None

@@ -123,7 +123,7 @@ def test_ranges_rise_and_add() -> None:
     assert total([gib(1, 1, 2), exact(GIB)]) == gib(2, 2, 3)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.sampled_from(shapes.EVERY),
     st.sampled_from(["0.11", "0.20", "0.33"]),

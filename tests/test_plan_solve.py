@@ -217,7 +217,7 @@ def spots(config: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
             yield from spots(value)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_broken_configs_are_answered_or_refused(data: st.DataObject) -> None:
     """A field dropped, of another type, zero or huge: exit code 0, 2, 3 or 4, never a traceback."""

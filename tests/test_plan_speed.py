@@ -326,7 +326,7 @@ LAYOUTS = st.builds(Parallel, st.sampled_from([1, 2, 4, 8]), st.sampled_from([1,
 LOADS = st.builds(Workload, st.integers(1, 20_000), st.integers(1, 2_000), st.integers(1, 512))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(MODELS, GPUS, LAYOUTS, LOADS, st.sampled_from([None, "ib-ndr-400", "pod-network-tcp"]))
 def test_every_estimate_is_a_rising_range_that_adds_up(
     model: Architecture, gpu: str, layout: Parallel, load: Workload, network: str | None
@@ -338,7 +338,7 @@ def test_every_estimate_is_a_rising_range_that_adds_up(
     assert speed.output_tokens_per_s.likely == pytest.approx(speed.requests_per_s.likely * load.output_tokens)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(MODELS, GPUS, LOADS)
 def test_more_requests_never_make_a_token_faster(model: Architecture, gpu: str, load: Workload) -> None:
     counted, one = work.step_costs(model), fabric(gpu, 1)

@@ -71,7 +71,7 @@ def test_an_8b_on_one_h100_serves_hundreds_and_few_estimates_are_enough() -> Non
     assert len(asked) < 20
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(500, 100_000), st.integers(1, 400), st.integers(1000, 2_000_000), st.integers(1, 512))
 def test_more_cache_never_serves_fewer_people(context: int, reply: int, kv_tokens: int, seqs: int) -> None:
     person = Person(context, reply, 20)

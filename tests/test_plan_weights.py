@@ -121,7 +121,7 @@ def bytes_of_copies(arch: Architecture, one: Tensor, tensor: int, pipeline: int)
     return (copies - 1) * one.count * tensor_bytes(one, one.shape, arch.dtype)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.sampled_from(ALL_NAMES), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 3, 4]), st.booleans())
 def test_shards_sum_to_the_whole_plus_what_is_replicated(name: str, tensor: int, pipeline: int, expert: bool) -> None:
     arch = shapes.arch(name)
@@ -135,7 +135,7 @@ def test_shards_sum_to_the_whole_plus_what_is_replicated(name: str, tensor: int,
     assert whole + copied <= total <= (whole + copied) * slack
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 200), st.integers(1, 16))
 def test_every_layer_stands_on_one_stage(n_layers: int, n_stages: int) -> None:
     assume(n_stages <= n_layers)

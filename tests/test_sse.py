@@ -81,7 +81,7 @@ def test_a_recorded_vllm_stream_has_its_chunks_and_its_end() -> None:
     assert one_byte_at_a_time(stream) == events
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_where_a_stream_is_cut_never_changes_its_events(data: st.DataObject) -> None:
     stream = "data: 日本\r\ndata: x\r\r\n: note\nevent: e\ndata: y\n\ndata:\r\n\r\n".encode()
