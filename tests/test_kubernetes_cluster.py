@@ -132,7 +132,8 @@ def test_a_job_completes_and_a_failing_image_and_command_are_told(kubernetes: Na
     )
     done = kubernetes.pods("job-name=once")[0]
     assert (done.phase, done.log()) == ("Succeeded", "abracadabra\n")
-    assert kubernetes.pods("app=crash")[0].log() == "going down\n"
+    # The newest of its containers may not have come to its word yet.
+    kubernetes.wait(lambda: kubernetes.pods("app=crash")[0].log() == "going down\n", "its log")
 
 
 @pytest.mark.nightly
