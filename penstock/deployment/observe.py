@@ -156,6 +156,7 @@ def summarise(
                 reason=placement.reason or why,
                 starts_at=placement.starts_at,
                 ends_at=placement.ends_at,
+                ends_by=placement.ends_by,
             )
         )
     gateway = msgspec.structs.replace(

@@ -199,6 +199,7 @@ class ClouderaAi(Target):
     def tunnel(self, run: Run, port: int, kind: Kind = "gateway") -> AbstractContextManager[Tunnel]:
         if not session.is_inside(run) and self._gateway_is_unknown(run):
             raise no_address(run.name)
+        placing.require_gateway(self._workbench_of(run), run)
         words = [sys.executable, "-m", "penstock.targets.cloudera.relay", str(run.path), str(port)]
         url = self._workbench_of(run).url
         return forwarded(
