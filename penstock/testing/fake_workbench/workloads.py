@@ -152,7 +152,7 @@ class Workloads:
 
     def stop(self, workload: Workload) -> None:
         with self.lock:
-            if not workload.is_over:
+            if not workload.is_over and workload.status != "STOPPING":
                 workload.status, workload.kills_at = "STOPPING", time.monotonic() + _STOP_S
 
     # ---- what moves by itself ----------------------------------------------------------------------------------------
