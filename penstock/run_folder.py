@@ -150,8 +150,8 @@ class Part(msgspec.Struct, frozen=True):
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
     """One replica as last seen: its announcement, its placement, and what the gateway adds. `restarts` joins the
-    engine's (announced by the node) and the node's own (seen by the controller), newest last. `starts_at` is a
-    queue's estimate, `ends_at` when its machines are taken away (Unix seconds)."""
+    engine's (announced by the node) and the node's own (seen by the controller), newest last. `starts_at` is a queue's
+    estimate, `ends_at` when its machines are taken away (Unix seconds), by the limit `ends_by`."""
 
     replica: str
     state: str
@@ -164,6 +164,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     reason: str | None = None
     starts_at: float | None = None
     ends_at: float | None = None
+    ends_by: str | None = None
 
 
 class State(msgspec.Struct, frozen=True):

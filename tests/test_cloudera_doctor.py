@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from cloudera_rig import file_for
 from launching import Place, call, wait_until
@@ -18,7 +19,7 @@ from penstock import targets
 from penstock.errors import Finding, PenstockError
 from penstock.spec.deployment import Deployment
 from penstock.targets import waiting
-from penstock.targets.cloudera import findings, measuring, names
+from penstock.targets.cloudera import answers, findings, measuring, names
 from penstock.targets.cloudera.findings import Grace, Note, Reading, Stream
 from penstock.testing.fake_workbench import workloads
 from penstock.testing.fake_workbench.server import PROJECT, Workbench
@@ -68,7 +69,7 @@ def test_pods_that_do_not_reach_each_other_have_workers_as_their_cure() -> None:
     assert (row.state, row.found) == ("bad", "no pod reaches another (ports 8001, 25000, 40000)")
     assert "cloudera.nodes: workers" in (row.cure or "")
     row = found(file({"nodes": "workers"}), notes={part: note(part, silent) for part in PARTS})["network"]
-    assert row.state == "warning" and (row.cure or "").startswith("Ask an administrator")
+    assert row.state == "bad" and (row.cure or "").startswith("Ask an administrator")
     row = found(file(), notes={part: note(part, {"40000": "no answer"}) for part in PARTS})["network"]
     assert row.state == "bad" and "the application to the first job on 40000" in row.found
     assert "and 3 more" in row.found and "network policy" in (row.cure or "")
@@ -115,6 +116,27 @@ def test_the_project_must_have_room_for_the_weights_and_its_speed_is_the_least_l
 def test_what_the_proxy_does_to_streams(talking: Stream, silent: Stream, state: str, words: str) -> None:
     row = found(file(), talking=talking, silent=silent)["proxy"]
     assert row.state == state and words in row.found and row.cure
+
+
+def test_answers_are_kept_and_warn_a_start_that_they_concern(podless: Workbench, tmp_path: Path) -> None:
+    targets.load.cache_clear()
+    connected = targets.load("cloudera")._connected(names.block_of(file({"workbench": podless.url})))  # type: ignore[attr-defined]
+    silent = dict.fromkeys(("8001", "25000", "40000"), "no answer")
+    notes, cut = {part: note(part, silent) for part in PARTS}, Stream(200, 0.1, 30.0)
+    reading = Reading(notes, dict.fromkeys(PARTS, "placed"), cut, cut, 40.0, Grace(0.5, False))
+    assert answers.warnings(connected, file()) == ()
+    answers.keep(connected, file(), reading, 0.0)
+    network, proxy = answers.warnings(connected, file())
+    assert network.startswith("`doctor` found on 19") and "Set cloudera.nodes: workers" in network
+    assert ": a stream is cut after 30.0 s. Ask an administrator" in proxy
+    assert answers.warnings(connected, file({"nodes": "workers"})) == (proxy,), "workers were not measured"
+    assert answers.warnings(connected, file({"public": True})) == (network,), "nor an address without a login"
+    partial = msgspec.structs.replace(reading, notes={})
+    answers.keep(connected, file(), partial, 0.0)
+    assert len(answers.warnings(connected, file())) == 2, "pods that got no machine answer nothing"
+    fine = msgspec.structs.replace(reading, notes={part: note(part) for part in PARTS}, talking=PASSED, silent=PASSED)
+    answers.keep(connected, file(), fine, 0.0)
+    assert answers.warnings(connected, file()) == ()
 
 
 # ---- without pods ----------------------------------------------------------------------------------------------------
@@ -216,6 +238,10 @@ def rows_of(place: Place, workbench: Workbench, **fields: Any) -> dict[str, dict
     return {row["check"]: row for row in rows}
 
 
+def workers_of(workbench: Workbench) -> list[workloads.Workload]:
+    return list(workbench.workloads.workers.values())
+
+
 @pytest.mark.hosts
 def test_doctor_measures_a_workbench_and_leaves_nothing(place: Place, workbench: Workbench, short: None) -> None:
     rows = rows_of(place, workbench)
@@ -228,6 +254,21 @@ def test_doctor_measures_a_workbench_and_leaves_nothing(place: Place, workbench:
 
 
 @pytest.mark.hosts
+def test_doctor_measures_workers_where_the_file_wants_them(place: Place, workbench: Workbench, short: None) -> None:
+    rows = rows_of(place, workbench, cloudera={"nodes": "workers"})
+    assert not [call for call in workbench.calls if call.endswith("/jobs") and call.startswith("POST")]
+    assert [row.body["environment"]["PENSTOCK_PROBE"] for row in workers_of(workbench)] == ["job-0", "job-1"]
+    assert rows["network"]["found"].startswith("pods reach each other on ports 8001, "), rows
+    assert rows["stop"]["found"].startswith("a stop sends no SIGTERM, and ends it "), rows
+    assert "GB/s of the project's files" in rows["read rate"]["found"]
+    assert all(row.is_over for row in workers_of(workbench))
+    workbench.refuses_workers = "quota exceeded: 2 CPU of 2 in use"
+    rows = rows_of(place, workbench, cloudera={"nodes": "workers"})
+    assert rows["workers"]["state"] == "bad" and "was not launched: " in rows["workers"]["found"], rows
+    assert rows["deployment"]["state"] == "bad"
+
+
+@pytest.mark.hosts
 def test_doctor_finds_blocked_ports_and_a_proxy_that_cuts(place: Place, workbench: Workbench, short: None) -> None:
     workbench.pods.blocked_ports = "20000-31999"  # type: ignore[attr-defined]
     workbench.cut_streams_after_s = 1.0
@@ -235,6 +276,8 @@ def test_doctor_finds_blocked_ports_and_a_proxy_that_cuts(place: Place, workbenc
     assert rows["network"]["state"] == "bad" and "the application to the first job on 2" in rows["network"]["found"]
     assert rows["proxy"]["found"].startswith("a stream is cut after 1."), rows["proxy"]
     assert rows["deployment"]["state"] == "bad", "`up` would fail"
+    warned = call("up", file_for(place, workbench), "--json", "--no-wait").events[0]["warnings"]
+    assert any("`doctor` found on " in text and ": a stream is cut after 1." in text for text in warned), warned
 
 
 @pytest.mark.hosts

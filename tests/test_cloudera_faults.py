@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 
 import pytest
-from cloudera_rig import LIMITS_MEMORY, file_for, up
-from launching import PROMPT, Done, Place, call, now, replica_of, wait_ready, wait_until
+from cloudera_rig import LIMITS_MEMORY, file_for, left, up
+from hosts import Host
+from launching import PROMPT, Asking, Done, Place, call, now, replica_of, wait_ready, wait_until
 
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_workbench.server import Workbench
@@ -28,6 +30,16 @@ def place(workbench_place: Place) -> Place:
 
 def runs(workbench: Workbench) -> list[Workload]:
     return list(workbench.workloads.runs.values())
+
+
+def host_of(workbench: Workbench, workload: Workload) -> Host:
+    assert workload.pod is not None
+    host: Host = workbench.pods.host_of(workload.pod.address)  # type: ignore[attr-defined]
+    return host
+
+
+def answers() -> bool:
+    return expected_text(PROMPT, 8) in call("chat", "one", "-m", PROMPT, "--max-tokens", 8).out
 
 
 def gateway_of(workbench: Workbench) -> Workload:
@@ -54,7 +66,7 @@ def test_a_run_that_reaches_its_time_limit_is_placed_again(place: Place, workben
 
 
 def test_an_application_that_another_user_stopped_is_named_and_up_brings_it_back(
-    place: Place, workbench: Workbench
+    place: Place, workbench: Workbench, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run, _ = up(place, workbench)
     wait_ready(run)
@@ -62,11 +74,73 @@ def test_an_application_that_another_user_stopped_is_named_and_up_brings_it_back
     wait_until(lambda: gateway_of(workbench).status == "STOPPED", "the application has stopped")
     wait_until(lambda: now(run).controller.state == "gone", "the controller is gone", SOON_S)
     done = call("status", "one")
-    assert "was stopped in the workbench" in done.out, done
+    assert "the controller is gone (the application of the gateway was stopped in the workbench)" in done.out, done
+    assert re.search(r"nothing is restarted until `\S+ up` starts it again", done.out), done
+    done = call("chat", "one", "-m", PROMPT)
+    why = 'cannot reach the gateway of "one": the application of the gateway was stopped in the workbench'
+    assert done.code == 1 and f"{why}\n  hint: `penstock up FILE` starts it again." in done.err, done
+    assert call("keys", "list", "--deployment", "one").code == 1
+    assert why in capfd.readouterr().err
     assert call("up", file_for(place, workbench), "--json").code == 0
     wait_ready(run)
-    assert expected_text(PROMPT, 8) in call("chat", "one", "-m", PROMPT, "--max-tokens", 8).out
+    assert answers()
     assert len(runs(workbench)) == 1, "the engine stayed loaded"
+    workbench.workloads.stop(gateway_of(workbench))
+    wait_until(lambda: gateway_of(workbench).status == "STOPPED", "the application has stopped")
+    assert call("down", "one").code == 0, "also in that state"
+    assert left(workbench) == []
+
+
+def test_a_run_that_another_user_stopped_stays_so_until_it_is_asked_for(place: Place, workbench: Workbench) -> None:
+    run, _ = up(place, workbench, replicas=2)
+    wait_ready(run, 2)
+    first, second = runs(workbench)
+    workbench.workloads.stop(second)
+    wait_until(lambda: "failed" in [row.state for row in now(run).replicas], "status says so", SOON_S)
+    done = call("status", "one")
+    assert now(run).phase == "degraded" and "its job was stopped in the workbench" in done.out, done
+    assert "was ended from outside, and not by penstock: `" in done.out, done
+    assert "scale one 1`, then `" in done.out and "scale one 2`, brings it back" in done.out, done
+    assert answers() and len(runs(workbench)) == 2, "it is not started against the will of who stopped it"
+    assert call("scale", "one", 1).code == 0
+    assert call("scale", "one", 2).code == 0
+    wait_ready(run, 2)
+    assert first.status == "RUNNING" and len(runs(workbench)) == 3
+
+
+@pytest.mark.nightly
+def test_up_starts_a_deployment_again_whose_only_run_another_user_stopped(place: Place, workbench: Workbench) -> None:
+    run, _ = up(place, workbench)
+    wait_ready(run)
+    workbench.workloads.stop(runs(workbench)[0])
+    wait_until(lambda: now(run).phase == "failed", "status says so", SOON_S)
+    assert re.search(r"replica 0 was ended from outside.*: `\S+ up` starts the dep", call("status", "one").out)
+    done = call("up", file_for(place, workbench), "--json")
+    assert done.code == 0, done
+    wait_ready(place.run())
+    os.environ.pop("OPENAI_API_KEY", None)
+    assert answers()
+
+
+def test_an_engine_that_is_killed_alone_is_started_again_by_its_node(place: Place, workbench: Workbench) -> None:
+    run, key = up(place, workbench, engine={"args": {"tokens-per-s": 20}}, cloudera={"public": True})
+    wait_ready(run)
+    [first] = runs(workbench)
+    pods = host_of(workbench, first).processes()
+    engine = min(p.outer_pid for p in pods if "penstock.testing.fake_engine" in p.argv)
+    url = str(run.known_url)
+    streams = [Asking(url, 200, key=key) for _ in range(2)]
+    wait_until(lambda: all(stream.text for stream in streams), "streams run")
+    os.kill(engine, signal.SIGKILL)
+    later = [Asking(url, 8, key=key) for _ in range(4)]
+    for stream in streams:
+        assert stream.end().error is not None, "an error, and no silent end"
+    for each in later:
+        each.check_is_whole()
+    wait_until(lambda: replica_of(run).n_restarts == 1 and now(run).phase == "ready", "ready again", SOON_S)
+    assert len(runs(workbench)) == 1, "by its node, in the same run of the job"
+    said = call("status", "one").out
+    assert re.search(r"ago +replica 0: .*(SIGKILL|signal 9)", said), said
 
 
 def test_nodes_find_a_gateway_whose_application_was_restarted(place: Place, workbench: Workbench) -> None:
@@ -75,7 +149,7 @@ def test_nodes_find_a_gateway_whose_application_was_restarted(place: Place, work
     wait_until(lambda: now(run).controller.process is not None, "the controller has written its state", SOON_S)
     workbench.workloads.restart_application(gateway_of(workbench).record["id"])
     wait_until(lambda: now(run).controller.n_restarts == 1 and now(run).phase == "ready", "ready again", SOON_S)
-    assert expected_text(PROMPT, 8) in call("chat", "one", "-m", PROMPT, "--max-tokens", 8).out
+    assert answers()
     assert len(runs(workbench)) == 1, "the engine stayed loaded"
 
 
@@ -84,9 +158,7 @@ def test_a_gateway_that_hangs_gets_a_successor_whose_name_is_noted(place: Place,
     run, _ = up(place, workbench)
     wait_ready(run)
     pod = gateway_of(workbench).pod
-    assert pod is not None
-    host = workbench.pods.host_of(pod.address)  # type: ignore[attr-defined]
-    hung = [process for process in host.processes() if "penstock.gateway" in process.argv]
+    hung = [p for p in host_of(workbench, gateway_of(workbench)).processes() if "penstock.gateway" in p.argv]
     assert hung
     for process in hung:
         os.kill(process.outer_pid, signal.SIGSTOP)
@@ -97,7 +169,7 @@ def test_a_gateway_that_hangs_gets_a_successor_whose_name_is_noted(place: Place,
         SOON_S,
     )
     wait_until(lambda: now(run).phase == "ready", "ready again", SOON_S)
-    assert expected_text(PROMPT, 8) in call("chat", "one", "-m", PROMPT, "--max-tokens", 8).out
+    assert answers()
     assert len(runs(workbench)) == 1 and gateway_of(workbench).pod is pod, "the application was not restarted"
 
 
@@ -159,7 +231,7 @@ def test_a_pod_that_took_more_memory_than_it_has_is_placed_again_with_that_reaso
     assert said in call("events", "one").out
 
 
-class Asking(threading.Thread):
+class Chatting(threading.Thread):
     """Asks one question after another until it is told to stop."""
 
     def __init__(self) -> None:
@@ -187,7 +259,7 @@ def test_a_node_gets_a_successor_before_its_time_limit_and_no_request_is_lost(
     wait_ready(run)
     first = runs(workbench)[0]
     os.environ["OPENAI_API_KEY"] = key
-    asking = Asking()
+    asking = Chatting()
     wait_until(lambda: len(runs(workbench)) == 2, "a successor is placed", 240.0)
     assert first.status == "RUNNING", "it serves until the next one does"
     wait_until(lambda: first.is_over, "the first node has left", 240.0)
@@ -214,7 +286,7 @@ def test_a_key_that_expires_during_a_life_is_named_and_a_new_one_goes_on(
     assert len(workbench.left()) == 2, "nothing was ended"
     monkeypatch.setenv("CDSW_APIV2_KEY", workbench.key)
     assert now(run).phase == "ready"
-    assert expected_text(PROMPT, 8) in call("chat", "one", "-m", PROMPT, "--max-tokens", 8).out
+    assert answers()
     assert call("down", "one").code == 0
 
 

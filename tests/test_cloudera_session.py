@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from cloudera_rig import file_for, left, up
 from launching import PROMPT, Place, call, now, replica_of, wait_ready, wait_until
 
+import penstock
 from penstock.spec import reading
 from penstock.targets.cloudera import amp
 from penstock.testing.fake_engine.requests import expected_text
@@ -30,10 +32,56 @@ def run_script(workbench: Workbench, script: str) -> Any:
     """A run of a script of the project, as a session or a task of an AMP has it."""
     loads = workbench.workloads
     body = {"name": "session", "script": script, "cpu": 1.0, "memory": 2.0, "runtime_identifier": RUNTIME}
-    job = loads.create_job({**body, "environment": {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}})
+    paths = {
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "PYTHONPATH": str(Path(penstock.__file__).parents[1]),
+    }
+    job = loads.create_job({**body, "environment": paths})
     run = loads.run_job(job["id"], {})
     loads.jobs.pop(job["id"])  # it is no workload of the deployment
     return loads.runs[run["id"]]
+
+
+UP = """
+import subprocess, sys
+done = subprocess.run([sys.executable, "-m", "penstock", *WORDS], capture_output=True, text=True)
+open("/home/cdsw/said", "w").write(done.stdout + done.stderr)
+"""
+
+
+def run_words(workbench: Workbench, *words: str) -> Any:
+    """`penstock WORDS` in a session; what it says at its end is in the project's file "said"."""
+    (workbench.pods.folder / "words.py").write_text(f"WORDS = {list(words)!r}\n{UP}")
+    return run_script(workbench, "words.py")
+
+
+def said(workbench: Workbench) -> str:
+    return (workbench.pods.folder / "said").read_text()
+
+
+def test_a_session_that_is_killed_during_up_leaves_the_deployment_to_others(place: Place, workbench: Workbench) -> None:
+    file = file_for(place, workbench, engine={"args": {"load-s": 10}})
+    block = yaml.safe_load(file.read_text())
+    del block["cloudera"]["project"]
+    (workbench.pods.folder / "one.yaml").write_text(yaml.safe_dump(block))
+    first = run_words(workbench, "up", "one.yaml")
+    address = workbench.pods.folder / ".penstock" / "runs" / "one" / "gateway" / "address.json"
+    wait_until(lambda: address.exists(), "the gateway runs", SOON_S)
+    assert first.pod is not None and not first.is_over, "`up` still waits"
+    first.pod.kill()  # all of it at once
+    done = call("up", file, "--json")
+    assert done.code == 0 and done.events[0]["was_running"], done
+    run = place.run()
+    wait_ready(run)
+    assert expected_text(PROMPT, 8) in call("chat", "one", "-m", PROMPT, "--max-tokens", 8).out
+    second = run_words(workbench, "status", "one")
+    wait_until(lambda: second.is_over, "another session has asked", SOON_S)
+    assert said(workbench).startswith("one is ready"), said(workbench)
+    third = run_words(workbench, "down", "one")
+    wait_until(lambda: third.is_over, "another session has ended it", SOON_S)
+    assert said(workbench).endswith("one is down\n") and workbench.left() == [], said(workbench)
+    assert now(run).phase == "down", "also for the laptop"
+    shutil.rmtree(workbench.pods.folder / ".penstock" / "runs")  # the session's own run folder, for its logs
 
 
 @pytest.mark.nightly

@@ -58,7 +58,14 @@ def run(project: Path, unit: str, code: int = 0, requirements: tuple[str, ...] =
     text, count = re.subn(r"^FACTS: .*$", f"FACTS = {facts!r}", text, flags=re.MULTILINE)
     assert count == 1
     (project / "start.py").write_text(text)
-    env = {**os.environ, "PENSTOCK_UNIT": unit, "CODE": str(code), "JOB_MAXIMUM_MINUTES": "10"}
+    env = {
+        **os.environ,
+        "PENSTOCK_UNIT": unit,
+        "CODE": str(code),
+        "JOB_MAXIMUM_MINUTES": "10",
+        "IDLE_MAXIMUM_MINUTES": "60",
+    }
+    env.pop("SESSION_MAXIMUM_MINUTES", None)
     env.pop("CDSW_APP_PORT", None)
     argv = [sys.executable, str(Path(kernel.__file__)), "start.py"]
     return subprocess.run(argv, cwd=project, env=env, capture_output=True, timeout=120, check=False).returncode
@@ -79,6 +86,9 @@ def test_the_application_makes_the_environment_and_nodes_use_it(project: Path) -
     assert "'--replica', '1', '--rank', '1'" in words and "installs" not in words
     pod = note(project, "r1-n1")
     assert pod["code"] == 3 and isinstance(pod["began_at"], float) and pod["ends_at"] == pod["began_at"] + 600
+    assert pod["ends_by"] == "JOB_MAXIMUM_MINUTES=10"
+    assert pod["limits"] == {"JOB_MAXIMUM_MINUTES": 10, "IDLE_MAXIMUM_MINUTES": 60}
+    assert "ends_at" not in note(project, "gateway"), "an application has no limit"
 
 
 @pytest.mark.nightly

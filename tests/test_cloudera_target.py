@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
-from cloudera_rig import file_for, fresh_targets, left, up
+from cloudera_rig import SUBDOMAINS, file_for, fresh_targets, left, up
 from launching import PROMPT, Place, call, now, wait_ready
 
 from penstock import targets
@@ -35,6 +36,12 @@ def test_a_deployment_lives_in_the_project(place: Place, workbench: Workbench) -
     wait_ready(run, 2)
     done = call("chat", "one", "-m", PROMPT, "--max-tokens", 8)
     assert expected_text(PROMPT, 8) in done.out, done
+    url = f"http://{SUBDOMAINS[0]}.{workbench.domain}"
+    facts, words = call("status", "one", "--json").json, call("status", "one").out
+    assert facts["url"] == url and facts["login"].startswith("the workbench's login (its API key as Authorization")
+    assert f"{url}/v1 behind {facts['login']}; here: " in words and "8090" not in words, words
+    assert f"{url} behind the workbench's login " in call("ls").out
+    assert f"{url}/v1 behind " in call("up", file_for(place, workbench, replicas=2)).out
     assert call("down", "one").code == 0
     assert now(run).phase == "down"
     assert key
@@ -70,7 +77,11 @@ def test_verbs_work_from_another_machine(
     assert call("keys", "list", "--deployment", "one").code == 0
     assert "first" in capfd.readouterr().out
     done = call("status", "one")
-    assert "one is ready" in done.out and "its machines until" in done.out, done
+    assert "one is ready" in done.out and re.search(r"its machines until .*\(JOB_MAXIMUM_MINUTES=35000\)", done.out), (
+        done
+    )
+    assert "idle" not in done.out, "a job has no idle time-out"
+    assert call("status", "one", "--json").json["replicas"][0]["ends_by"] == "JOB_MAXIMUM_MINUTES=35000"
     assert "replica 1 drained and ended" in call("events", "one").out
     runs = [r.status for r in workbench.workloads.runs.values()]
     assert sorted(runs) == ["RUNNING", "SUCCEEDED"], "the second replica left by word"

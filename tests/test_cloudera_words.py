@@ -20,7 +20,7 @@ from penstock.run_folder import Launch
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment
 from penstock.targets import Placement
-from penstock.targets.cloudera import logs, names, words, workloads
+from penstock.targets.cloudera import logs, names, session, words, workloads
 from penstock.targets.cloudera.relay import Relay, Upstream, forwarded_head
 from penstock.targets.cloudera.words import NodeRun, PodNote
 from penstock.targets.cloudera.workloads import Choices
@@ -35,6 +35,21 @@ def row(status: str, **more: Any) -> dict[str, Any]:
 
 def of(status: str, note: PodNote = PodNote(), failure: str | None = None) -> NodeRun:  # noqa: B008
     return NodeRun(row(status), note, failure, 48.0)
+
+
+def test_a_session_says_what_ends_it_and_a_laptop_or_a_pod_of_ours_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CDSW_PROJECT_ID", "PENSTOCK_UNIT", "IDLE_MAXIMUM_MINUTES", "SESSION_MAXIMUM_MINUTES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("IDLE_MAXIMUM_MINUTES", "60")
+    assert session.time_limits() is None
+    monkeypatch.setenv("CDSW_PROJECT_ID", "p")
+    idle = "this session ends after 60 idle minutes (IDLE_MAXIMUM_MINUTES)"
+    assert session.time_limits() == f"{idle}: the deployment goes on"
+    monkeypatch.setenv("SESSION_MAXIMUM_MINUTES", "10080")
+    whole = "after 10080 minutes in all (SESSION_MAXIMUM_MINUTES)"
+    assert session.time_limits() == f"{idle} and {whole}: the deployment goes on"
+    monkeypatch.setenv("PENSTOCK_UNIT", "gateway")
+    assert session.time_limits() is None
 
 
 # ---- statuses --------------------------------------------------------------------------------------------------------
@@ -57,9 +72,10 @@ def test_statuses_of_all_versions_are_read(text: str, life: str) -> None:
 
 
 def test_a_replica_is_where_its_nodes_are() -> None:
-    here = PodNote(address="10.0.0.1", began_at=1.0, ends_at=50.0)
-    placed = words.placement_of_replica({0: of("RUNNING", here), 1: of("STARTING")})
-    assert placed == Placement("placed", ends_at=50.0, where="10.0.0.1")
+    here = PodNote(address="10.0.0.1", began_at=1.0, ends_at=50.0, ends_by="JOB_MAXIMUM_MINUTES=1")
+    later = PodNote(ends_at=90.0, ends_by="JOB_MAXIMUM_MINUTES=2")
+    placed = words.placement_of_replica({0: of("RUNNING", here), 1: of("STARTING"), 2: of("RUNNING", later)})
+    assert placed == Placement("placed", ends_at=50.0, ends_by="JOB_MAXIMUM_MINUTES=1", where="10.0.0.1")
     waits = words.placement_of_replica({0: of("RUNNING"), 1: of("SCHEDULING", failure="no GPU is free")})
     assert (waits.state, waits.reason) == ("queued", "1 of 2 nodes wait for a machine of the workbench: no GPU is free")
     broken = words.placement_of_replica({0: of("RUNNING"), 1: of("TIMEDOUT")})

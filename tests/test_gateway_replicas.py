@@ -108,8 +108,9 @@ def test_request_in_flight_survives_lease_and_forget() -> None:
     assert table.view(99, 0, 1).replicas[0].in_flight == 1
     table.forget("a")
     assert table.in_flight_total == 1
+    assert table.lapsed_at_work(99) == [replica], "its machine may be off: it is probed until the requests end"
     table.end(replica)
-    assert table.in_flight_total == 0
+    assert table.in_flight_total == 0 and table.lapsed_at_work(99) == []
 
 
 def test_drain_holds_over_announcements_until_it_is_taken_back_or_the_replica_forgotten() -> None:

@@ -87,6 +87,11 @@ def test_a_replica_without_a_lease_is_not_called_ready_and_one_whose_node_is_gon
     assert (new.state, new.reason) == ("starting", "its node has not reported yet")
     (new,) = summarise(UP, look(view(), r0=PLACED), History(), NOW).replicas
     assert (new.state, new.reason) == ("starting", "its node has not reported yet")
+    again = History(replicas={"0": (Restart(NOW - 2, "node 0 was lost"),)})
+    (new,) = summarise(UP, look(view(ReplicaView(READY, 3.0, True, False, 0)), r0=PLACED), again, NOW).replicas
+    assert (new.state, new.reason) == ("starting", "its node has not reported yet"), "the lease is of the lost node"
+    (back,) = summarise(UP, look(view(ReplicaView(READY, 1.0, True, False, 0)), r0=PLACED), again, NOW).replicas
+    assert back.state == "ready"
     (unknown,) = summarise(UP, look(None, gateway=False, r0=PLACED), History(), NOW).replicas
     assert (unknown.state, unknown.reason) == ("starting", None)
     (gone,) = summarise(UP, look(view(READY), r0=GONE), History(), NOW).replicas

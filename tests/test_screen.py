@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +26,12 @@ from penstock.run_folder import Artifact, Part, ReplicaStatus, Run, State
 from penstock.wire.announcement import Progress, Restart
 
 GOLDEN = Path(__file__).parent / "golden" / "screen.txt"
+
+
+def test_the_end_of_machines_is_a_weekday_of_this_week_or_a_date() -> None:
+    soon, later = (status_text._end_words(time.time() + days * 86400, "LIMIT=7") for days in (1, 20))
+    assert re.fullmatch(r"its machines until \w{3} \d\d:\d\d \(LIMIT=7\)", soon)
+    assert re.fullmatch(r"its machines until \w{3} \d\d \w{3} \d\d:\d\d \(LIMIT=7\)", later)
 
 
 @pytest.fixture(autouse=True)

@@ -108,7 +108,7 @@ def _up(options: argparse.Namespace) -> int:
     from penstock import run_folder
     from penstock.cli import progress, status_text
     from penstock.cli.fetch import FetchDisplay
-    from penstock.deployment import prepare, start, start_times
+    from penstock.deployment import prepare, reachable, start, start_times
 
     deployment = arguments.deployment_of(options)
     if options.dry_run:
@@ -141,7 +141,9 @@ def _up(options: argparse.Namespace) -> int:
                 _undo(deployment.name)
         raise
     if options.json:
-        print_json({"event": "ready", "name": started.name, "url": run.url, "key": started.key})
+        address = {"url": reachable.shown_url(run), "login": reachable.login(run)}
+        facts = {"name": started.name, **address, "key": started.key}
+        print_json({"event": "ready", **facts})
     else:
         print(status_text.ready_text(run, state, started))
     return 0
@@ -238,12 +240,13 @@ def _damage(run: Run, state: State) -> dict[str, Any] | None:
 def _facts(run: Run, state: State) -> dict[str, Any]:
     import msgspec
 
-    from penstock.deployment import observe
+    from penstock.deployment import observe, reachable
 
     deployment, plan = run.deployment(), run.plan()
     return {
         "name": run.name,
-        "url": run.known_url,
+        "url": reachable.shown_url(run),
+        "login": reachable.login(run),
         "auth": deployment.gateway.auth,
         "model": deployment.model,
         "target": deployment.target,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock import targets
 from penstock.cli.output import table
-from penstock.deployment import observe
+from penstock.deployment import observe, reachable
 from penstock.hardware import Machine
 from penstock.planner import Device, Plan
 from penstock.run_folder import Part, ReplicaStatus, Run, State
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 _SHOWN_STARTS = 8
+_WEEK_S = 6 * 86400.0
 
 
 def command_name() -> str:
@@ -153,7 +154,9 @@ def list_text(rows: Sequence[tuple[Run, State]]) -> str:
         n_ready = sum(replica.state == "ready" for replica in state.replicas)
         count = f"{n_ready}/{state.desired_replicas}"
         plan = run.plan()
-        cells.append((run.name, state.phase, count, plan.engine, run.known_url or "-", plan.model.reference))
+        login = reachable.login(run)
+        address = f"{reachable.shown_url(run) or '-'}{f' behind {_short_login(login)}' if login is not None else ''}"
+        cells.append((run.name, state.phase, count, plan.engine, address, plan.model.reference))
     return table(cells, ("NAME", "STATE", "REPLICAS", "ENGINE", "ADDRESS", "MODEL"))
 
 
@@ -195,7 +198,24 @@ def status_text(run: Run, state: State, now: float) -> str:
     if state.controller.state == "gone" and state.phase not in ("down", "failed", "stopping"):
         why = f" ({state.controller.note})" if state.controller.note else ""
         lines += ["", f"the controller is gone{why}: nothing is restarted until `{command_name()} up` starts it again"]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_ended_outside(run, state)])
+
+
+def _ended_outside(run: Run, state: State) -> list[str]:
+    """How replicas that their owner ended in the target come back; an engine that failed says more itself."""
+    names = [
+        replica.replica for replica in state.replicas
+        if replica.state == "failed" and (replica.announcement is None or replica.announcement.state != "failed")
+    ]  # fmt: skip
+    follows_load = state.scaling is not None and not state.scaling.is_pinned  # then it is tried again by itself
+    if not names or follows_load or state.controller.state == "gone":
+        return []
+    command, n_left = f"{command_name()} scale {run.name}", len(state.replicas) - len(names)
+    way = f"`{command} {n_left}`, then `{command} {len(state.replicas)}`, brings it back"
+    if not n_left:
+        way = f"`{command_name()} up` starts the deployment again"
+    which = f"replica{'s' if len(names) > 1 else ''} {', '.join(names)}"
+    return ["", f"{which} {'were' if len(names) > 1 else 'was'} ended from outside, and not by penstock: {way}"]
 
 
 def _wakes(state: State) -> bool:
@@ -247,15 +267,25 @@ def _page(run: Run, part: Part) -> str:
         return part.note
     if part.url is not None:
         return part.url
+    login, page_url = reachable.login(run), reachable.shown_page_url(run)
+    if login is not None and page_url is not None:
+        return f"{page_url} behind {_short_login(login)}; here: {command_name()} ui {run.name}"
     return f"in its cluster; here: {command_name()} ui {run.name}"
 
 
 def _address(run: Run) -> str:
-    url = run.known_url
+    url, login = reachable.shown_url(run), reachable.login(run)
     if url is None:
         return "none yet: its gateway waits"
+    if login is not None:
+        return f"{url}/v1 behind {login}; here: {command_name()} tunnel {run.name}"
     needs_tunnel = run.public_url is None and _is_in_a_cluster(run)
     return f"{url}/v1" + (f" (in its cluster; here: {command_name()} tunnel {run.name})" if needs_tunnel else "")
+
+
+def _short_login(login: str) -> str:
+    """Without what programs send."""
+    return login.partition(" (")[0]
 
 
 def _is_in_a_cluster(run: Run) -> bool:
@@ -275,8 +305,15 @@ def _replica_row(replica: ReplicaStatus) -> tuple[str, str, str, str, str]:
     if replica.state == "ready" and node and node.ready_after_s is not None:
         words.append(f"ready in {show_seconds(node.ready_after_s)}")
     if replica.ends_at is not None and replica.ends_at > time.time():
-        words.append(f"its machines until {time.strftime('%a %H:%M', time.localtime(replica.ends_at))}")
+        words.append(_end_words(replica.ends_at, replica.ends_by))
     return f"replica {replica.replica}", replica.state, pid, str(replica.n_restarts), ", ".join(filter(None, words))
+
+
+def _end_words(ends_at: float, ends_by: str | None) -> str:
+    """ "its machines until Sat 19 Dec 14:30 (JOB_MAXIMUM_MINUTES=35000)"; a weekday alone is one of this week."""
+    form = "%a %H:%M" if ends_at - time.time() < _WEEK_S else "%a %d %b %H:%M"
+    words = f"its machines until {time.strftime(form, time.localtime(ends_at))}"
+    return words if ends_by is None else f"{words} ({ends_by})"
 
 
 def _node_lines(replica: ReplicaStatus) -> list[str]:

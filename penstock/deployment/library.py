@@ -14,7 +14,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import msgspec
 
 from penstock import run_folder, targets
-from penstock.deployment import live, observe, planning, start, stop
+from penstock.deployment import live, observe, planning, reachable, start, stop
 from penstock.deployment import logs as deployment_logs
 from penstock.deployment import scale as deployment_scale
 from penstock.deployment import sleep as deployment_sleep
@@ -131,7 +131,7 @@ def up(
         if not started.was_running:
             stop.down(run, now=True)
         raise
-    return RunningDeployment(started.name, run.known_url, started.key, started.was_running)
+    return RunningDeployment(started.name, reachable.shown_url(run), started.key, started.was_running)
 
 
 def status(name: str | None = None) -> State:

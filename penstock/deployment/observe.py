@@ -141,7 +141,9 @@ def summarise(
         announcement = _kept(row.announcement) if row else None
         # A node that was placed again is remembered with its restarts: until the new one announces, both have them.
         earlier = tuple(restart for restart in earlier if announcement is None or restart not in announcement.restarts)
-        state, why = _replica_state(placement, row, now, seen.view is not None)
+        # The lease of a node that was placed again may still run: what it announced before is not true any more.
+        is_old = row is not None and bool(earlier) and now - row.age_s < earlier[-1].at
+        state, why = _replica_state(placement, None if is_old else row, now, seen.view is not None)
         restarts = (*earlier, *(announcement.restarts if announcement else ()))
         replicas.append(
             ReplicaStatus(
@@ -156,6 +158,7 @@ def summarise(
                 reason=placement.reason or why,
                 starts_at=placement.starts_at,
                 ends_at=placement.ends_at,
+                ends_by=placement.ends_by,
             )
         )
     gateway = msgspec.structs.replace(

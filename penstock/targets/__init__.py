@@ -48,10 +48,11 @@ class Placement(msgspec.Struct, frozen=True):
     "queued": waits for machines, until `starts_at` (Unix seconds) as the target estimates. "placed": on all its nodes.
     "broken": some nodes are gone; `place` brings them back, or with `is_repaired_by_target` the target does. "gone":
     nothing of it runs. `is_final`: its owner ended it, so it is not placed again; of one that is queued or broken: it
-    can never start as it is. `ends_at`: when its machines are taken away; `lead_s`: so long before that its successor
-    starts (None: as long as starts take). `placed_at`: since when it is "placed", where the target learns late of a
-    lost machine: a unit that then stops announcing gets a successor. `where`: its machines, for people. `restart`: the
-    last time that the target itself brought it, or a part of it, back.
+    can never start as it is. `ends_at`: when its machines are taken away; `ends_by`: the limit that does it,
+    where it has a name; `lead_s`: so long before that its successor starts (None: as long as starts take).
+    `placed_at`: since when it is "placed", where the target learns late of a lost machine: a unit that then stops
+    announcing gets a successor. `where`: its machines, for people. `restart`: the last time that the target itself
+    brought it, or a part of it, back.
     """
 
     state: Literal["queued", "placed", "broken", "gone"]
@@ -60,6 +61,7 @@ class Placement(msgspec.Struct, frozen=True):
     is_repaired_by_target: bool = False
     starts_at: float | None = None
     ends_at: float | None = None
+    ends_by: str | None = None
     lead_s: float | None = None
     placed_at: float | None = None
     where: str | None = None

@@ -59,7 +59,8 @@ class GatewayAddress(msgspec.Struct, frozen=True):
     """gateway/address.json: where the newest gateway serves, "host:port" each; `admin` the best first.
 
     `admin` is empty where no other machine reaches that. `public_url`: where clients outside its network reach it,
-    `public_page_url`: the chat page.
+    `public_page_url`: the chat page. `login_url`, `login_page_url`: the same behind a `login`, which that field
+    describes for people; programs of ours take a tunnel.
     """
 
     unit: str
@@ -67,6 +68,9 @@ class GatewayAddress(msgspec.Struct, frozen=True):
     admin: tuple[str, ...]
     public_url: str | None = None
     public_page_url: str | None = None
+    login_url: str | None = None
+    login_page_url: str | None = None
+    login: str | None = None
 
     @property
     def best(self) -> str:

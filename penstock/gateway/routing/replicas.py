@@ -146,6 +146,7 @@ class ReplicaTable:
         self._by_name = {name: model.name for model in models for name in (model.name, *model.aliases)}
         self._adapters: dict[str, str] = {}
         self._replicas: dict[str, Replica] = {}
+        self._forgotten: list[Replica] = []  # with requests in flight, which a machine that is off must not hold
         self._by_model: dict[str, list[Replica]] = {model.name: [] for model in models}
         # Names, not rows: a drain may come before the replica's first announcement.
         self._draining: set[str] = set()
@@ -282,6 +283,7 @@ class ReplicaTable:
         if row is not None:
             self._by_model[row.announcement.model].remove(row)
             self._find_adapters()
+            self._forgotten = [each for each in (*self._forgotten, row) if each.in_flight]
 
     def suspect(self, replica: Replica, address: Address) -> bool:
         """No new requests until the next announcement. Returns False for one that was suspect, or has moved since."""
@@ -428,8 +430,9 @@ class ReplicaTable:
         return [row.name for row in lapsed]
 
     def lapsed_at_work(self, now: float) -> list[Replica]:
-        """Replicas with requests in flight whose lease ended."""
-        return [row for row in self._replicas.values() if row.in_flight and not row.is_alive(now)]
+        """Replicas with requests in flight whose lease ended, also forgotten ones."""
+        rows = (*self._replicas.values(), *self._forgotten)
+        return [row for row in rows if row.in_flight and not row.is_alive(now)]
 
     def view(self, now: float, waiting: int, requests_total: int) -> GatewayView:
         rows = tuple(

@@ -85,12 +85,12 @@ class LapsedProbes:
 
     def __init__(self, replicas: ReplicaTable, pool: Pool) -> None:
         self._replicas, self._pool = replicas, pool
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[Replica, asyncio.Task[None]] = {}
 
     def start_due(self, now: float) -> None:
         for replica in self._replicas.lapsed_at_work(now):
-            if replica.name not in self._tasks and replica.address is not None:
-                self._tasks[replica.name] = asyncio.create_task(self._probe(replica, replica.address, now))
+            if replica not in self._tasks and replica.address is not None:
+                self._tasks[replica] = asyncio.create_task(self._probe(replica, replica.address, now))
 
     async def _probe(self, replica: Replica, address: Address, began_at: float) -> None:
         try:
@@ -98,7 +98,7 @@ class LapsedProbes:
             if not replica.is_alive(time.monotonic()):
                 replica.note_probe(is_silent(problem), began_at)
         finally:
-            del self._tasks[replica.name]
+            del self._tasks[replica]
 
     def stop(self) -> None:
         for task in self._tasks.values():

@@ -30,6 +30,7 @@ from penstock.wire.client import Client
 
 _LOOK_S, _ANSWER_S = 0.5, 2.0
 _EXIT_S = 30.0  # beyond its drain, as any gateway
+_LOGIN = "the workbench's login (its API key as Authorization: Bearer, the gateway's as x-api-key)"
 
 
 class Child:
@@ -123,12 +124,10 @@ def _note_address(run: Run, unit: str, port: int, host: str) -> None:
     file says so."""
     deployment = run.deployment()
     block = names.block_of(deployment)
-    urls = [application_url(workbench_url(block), names.subdomain(run.name, part)) for part in ("", "ui")]
-    is_public = block.public
-    address = GatewayAddress(
-        unit, f"127.0.0.1:{port}", (f"{host}:{names.GATEWAY_ADMIN_PORT}",), urls[0] if is_public else None,
-        urls[1] if is_public and deployment.chat_page is not None else None,
-    )  # fmt: skip
+    url, page_url = (application_url(workbench_url(block), names.subdomain(run.name, part)) for part in ("", "ui"))
+    pages = (url, page_url if deployment.chat_page is not None else None)
+    both = (*pages, None, None, None) if block.public else (None, None, *pages, _LOGIN)
+    address = GatewayAddress(unit, f"127.0.0.1:{port}", (f"{host}:{names.GATEWAY_ADMIN_PORT}",), *both)
     write_atomically(run.gateway_address_file, msgspec.json.encode(address))
 
 

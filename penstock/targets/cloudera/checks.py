@@ -215,6 +215,8 @@ def _runtime(rows: Sequence[Object], deployment: Deployment, needs_gpu: bool) ->
 def _notes(workbench: Workbench, deployment: Deployment, choices: Choices, runtime: str) -> tuple[str, ...]:
     rows = [row for row in workbench.runtimes() if row.get("image_identifier") == runtime]
     notes = ["the workbench is asked over plain http: its API key can be read on the way"] * workbench.is_plain
+    limits = session.time_limits()
+    notes += [limits] if limits is not None else []
     if choices.gpu_label is not None and rows and not _has_cuda(rows[0]):
         edition = rows[0].get("edition") or "no"
         notes.append(

@@ -26,13 +26,14 @@ def end(workbench: Workbench, run: Run, grace_s: float) -> None:
     """The gateway drains by word; nodes, which serve nobody then, end by word; the rest is stopped."""
     applications, jobs = _workloads(workbench, run.name)
     gateways = [row for row in applications if str(row.get("name")).endswith("-gateway")]
-    if any(words.word(row) == "RUNNING" for row in gateways):
+    has_word = any(words.word(row) == "RUNNING" for row in gateways)
+    if has_word:
         _drain(workbench, run, gateways, grace_s)
         if workers.are_used(run.deployment()):
             workers.end_all(workbench, run, min(grace_s, _WORD_S))
     for row in [*gateways, *(row for row in applications if row not in gateways)]:
         placing.end_application(workbench, str(row["id"]))
-    if gateways:
+    if has_word:
         pairs = placing.runs_of(workbench, jobs)
         wait(lambda: not placing.running(workbench, pairs), min(grace_s, _WORD_S))
     placing.end_jobs(workbench, placing.runs_of(workbench, _workloads(workbench, run.name)[1]))

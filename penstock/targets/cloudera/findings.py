@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
+from typing import Literal
 
 import msgspec
 
@@ -16,7 +17,7 @@ from penstock.text import MIB, show_bytes, show_seconds
 # The default of a project is 64 MB, with which NCCL and vLLM's message queues end with a bus error.
 LEAST_SHARED_MEMORY_MB = 2048
 _SLOW_BYTES_PER_S, _LONG_LOAD_S = 0.2e9, 600.0
-_NAMES = {"application": "the application", "job-0": "the first job", "job-1": "the second job"}
+_NAMES = {"application": "the application", "job-0": "the first {}", "job-1": "the second {}"}
 _POLICY = "Ask an administrator to allow TCP between pods of the project (the network policy of their namespace)."
 _BUFFER = "Ask an administrator to turn off buffering in the proxy (nginx: proxy_buffering off)."
 _TIMEOUT = "Ask an administrator for a longer time limit of the proxy (nginx: proxy_read_timeout, proxy_send_timeout)."
@@ -55,7 +56,7 @@ class Grace(msgspec.Struct, frozen=True):
 
 class Reading(msgspec.Struct, frozen=True):
     """`lives`: of each pod's workload, as the API has it. `talking`, `silent`: streams of `stream_s`, with an event
-    each second, or only at both ends."""
+    each second, or only at both ends. `what`: a node was; `refusals`: why one was not launched."""
 
     notes: Mapping[str, Note]
     lives: Mapping[str, Life]
@@ -63,10 +64,15 @@ class Reading(msgspec.Struct, frozen=True):
     silent: Stream | None
     stream_s: float
     grace: Grace | None
+    what: Literal["job", "worker"] = "job"
+    refusals: Mapping[str, str] = {}
+
+    def name(self, part: str) -> str:
+        return _NAMES[part].format(self.what)
 
 
 def of_reading(reading: Reading, deployment: Deployment, download_bytes: int | None) -> list[Finding]:
-    findings = [*_missing(reading), *_reach(reading.notes, deployment)]
+    findings = [*_missing(reading), *_reach(reading, deployment)]
     notes = list(reading.notes.values())
     if notes:
         findings += [_shared_memory(notes, deployment), _disk(notes, download_bytes)]
@@ -88,21 +94,25 @@ def of_public(message: str) -> Finding:
 
 def _missing(reading: Reading) -> Iterator[Finding]:
     for part, life in reading.lives.items():
-        if part not in reading.notes:
+        if part in reading.refusals:
+            cure = "`up` would wait for the same: cure that, or take cloudera.nodes: jobs."
+            yield Finding("workers", "bad", f"{reading.name(part)} {reading.refusals[part]}", cure)
+        elif part not in reading.notes:
             why = {"queued": "waits for a machine", "placed": "started, and wrote nothing", "gone": "ended at once"}
             cure = "Its log is in the workbench." if life != "queued" else "Try again when the workbench has room."
-            yield Finding("pods", "warning", f"not measured: {_NAMES[part]} {why[life]}", cure)
+            yield Finding("pods", "warning", f"not measured: {reading.name(part)} {why[life]}", cure)
 
 
-def _reach(notes: Mapping[str, Note], deployment: Deployment) -> Iterator[Finding]:
+def _reach(reading: Reading, deployment: Deployment) -> Iterator[Finding]:
     """Engines listen on ports of their choice, so a port that is blocked is a start that fails now and then."""
+    notes = reading.notes
     blocked: dict[str, list[str]] = {}
     times, ports = [], set[int]()
     for source, goal in permutations(sorted(notes), 2):
         for port, answer in notes[source].reached.get(goal, {}).items():
             ports.add(int(port))
             if isinstance(answer, str):
-                blocked.setdefault(answer, []).append(f"{_NAMES[source]} to {_NAMES[goal]} on {port}")
+                blocked.setdefault(answer, []).append(f"{reading.name(source)} to {reading.name(goal)} on {port}")
             else:
                 times.append(answer)
     if not ports:
@@ -114,8 +124,8 @@ def _reach(notes: Mapping[str, Note], deployment: Deployment) -> Iterator[Findin
         return
     has_workers = block_of(deployment).nodes == "workers"
     pairs = [words for group in blocked.values() for words in group]
-    between_jobs = all(_NAMES["application"] not in words for words in pairs)
-    state: State = "warning" if has_workers or (between_jobs and deployment.hardware.nodes == 1) else "bad"
+    between_nodes = all(_NAMES["application"] not in words for words in pairs)
+    state: State = "warning" if between_nodes and deployment.hardware.nodes == 1 else "bad"
     text = "no pod reaches another" if not times else "; ".join(_grouped(blocked))
     cure = _POLICY if has_workers or times else f"Set cloudera.nodes: workers, whose network is documented. {_POLICY}"
     yield Finding("network", state, f"{text} (ports {shown})", cure)

@@ -17,7 +17,7 @@ from penstock.errors import PenstockError
 from penstock.paths import write_atomically
 from penstock.run_folder import Run
 from penstock.targets import inside
-from penstock.targets.cloudera import names, session
+from penstock.targets.cloudera import names, placing, session
 from penstock.targets.cloudera.api import Workbench
 from penstock.wire.command import Done, Verb
 
@@ -43,6 +43,7 @@ def _environment(run: Run) -> dict[str, str]:
 
 def ask(workbench: Workbench, run: Run, words: tuple[str, ...]) -> Done:
     """Ask the application's program, and wait.  Raises PenstockError."""
+    placing.require_gateway(workbench, run)
     name = f"{names.in_project(names.run_path(run.name))}/{_FOLDER}/{secrets.token_hex(8)}"
     workbench.upload(f"{name}.question", msgspec.json.encode(Verb(words)))
     deadline = time.monotonic() + _ANSWER_S

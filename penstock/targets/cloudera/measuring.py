@@ -1,7 +1,7 @@
-"""What of a workbench cannot be known before: `doctor` measures it with two jobs and an application, without GPUs.
+"""What of a workbench cannot be known before: `doctor` measures it with two nodes and an application, without GPUs.
 
-They bear names of their own, end by themselves, and are removed also when `doctor` is interrupted; what a killed one
-leaves, the next one and `clean` remove.
+The nodes are jobs, or workers where the file says so. All bear names of their own, end by themselves, and are removed
+also when `doctor` is interrupted; what a killed one leaves, the next one and `clean` remove.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,10 +22,11 @@ import msgspec
 from penstock.errors import Finding, PenstockError
 from penstock.models import sources
 from penstock.spec.deployment import Deployment
-from penstock.targets.cloudera import findings, folder, names, placing, words
+from penstock.targets.cloudera import answers, findings, folder, names, placing, words
 from penstock.targets.cloudera.api import Object, Workbench, application_url
 from penstock.targets.cloudera.findings import Note, Reading, Stream
 from penstock.targets.cloudera.names import block_of
+from penstock.targets.cloudera.workers import Worker, are_used
 from penstock.targets.waiting import wait
 from penstock.text import MIB
 from penstock.wire.answers import HttpError
@@ -33,7 +34,7 @@ from penstock.wire.client import tls_context
 
 Say = Callable[[str], None]
 
-APPLICATION, JOBS = "application", ("job-0", "job-1")
+APPLICATION, NODES = "application", ("job-0", "job-1")
 START_S, STREAM_S, ANSWER_S = 240.0, 40.0, 60.0
 _LIFE_S = 900.0  # then the pods end by themselves, and what is left counts as lost
 _BEAT_S = 0.1
@@ -49,19 +50,22 @@ def measure(
     """Blocks a minute or two, or until pods got no machine in four. Leaves nothing in the project."""
     remove_lost(workbench)
     own = secrets.token_hex(6)
-    say("measuring the workbench with two jobs and an application, without GPUs (a minute or two)")
+    nodes = "workers" if are_used(deployment) else "jobs"
+    say(f"measuring the workbench with two {nodes} and an application, without GPUs (a minute or two)")
     probe = Probe(workbench, deployment, own)
     try:
         refusals = probe.start(runtime)
         reading = probe.read()
     finally:
         remove(workbench, own)
+    answers.keep(workbench, deployment, reading, time.time())
     return [*refusals, *findings.of_reading(reading, deployment, download_bytes)]
 
 
 class Probe:
     def __init__(self, workbench: Workbench, deployment: Deployment, own: str) -> None:
         self._workbench, self._deployment, self._own = workbench, deployment, own
+        self._has_workers = are_used(deployment)
         self._runs: dict[str, tuple[str, str]] = {}
         self._application = ""
 
@@ -75,7 +79,9 @@ class Probe:
         self._workbench.upload(self._file("probe.py"), self._script().encode())
         public = block_of(self._deployment).public
         body = {"script": self._file("probe.py"), "cpu": _CPU, "memory": _MEMORY_GB, "runtime_identifier": runtime}
-        for part in JOBS:
+        if self._has_workers:
+            self._send_launcher(body)
+        for part in () if self._has_workers else NODES:
             whole = {**body, "name": names.probe(self._own, part), "environment": {"PENSTOCK_PROBE": part}}
             job = self._workbench.create_job(whole)
             run = self._workbench.run_job(str(job["id"]))
@@ -95,6 +101,22 @@ class Probe:
         self._application = str(row["id"])
         return []
 
+    def _send_launcher(self, body: Object) -> None:
+        """What the launcher of a deployment reads: the body of a node, and a handle that names its workers."""
+        environment = {
+            "PENSTOCK_UNIT": names.node_part(names.REPLICA, names.RANK),
+            "PENSTOCK_PROBE": f"job-{names.RANK}",
+        }
+        node = msgspec.json.encode({**body, "environment": environment})
+        self._workbench.upload(self._file(f"artifact/{names.NODE}"), node)
+        launcher = resources.files("penstock.targets.cloudera").joinpath("launcher.py").read_bytes()
+        self._workbench.upload(self._file("launcher.py"), launcher)
+        self._want_workers(NODES)
+
+    def _want_workers(self, parts: Sequence[str]) -> None:
+        handle = {"units": {"replica/0": {"workers": list(parts)}}}
+        self._workbench.upload(self._file("handle.json"), msgspec.json.encode(handle))
+
     def _script(self) -> str:
         model, cache = self._deployment.model, self._deployment.cache.weights or "~/.cache/huggingface/hub"
         if sources.is_remote(model):
@@ -106,6 +128,7 @@ class Probe:
             "life_s": _LIFE_S,
             "sample_bytes": _SAMPLE_BYTES,
             "weights": model,
+            "workers": self._has_workers,
         }
         text = resources.files("penstock.targets.cloudera").joinpath("probe.py").read_text("utf-8")
         return text.replace("FACTS: dict[str, Any] = {}", f"FACTS = {facts!r}")
@@ -118,14 +141,16 @@ class Probe:
     def read(self) -> Reading:
         notes: dict[str, Note] = {}
         wait(lambda: self._are_whole(notes), START_S)
-        lives = {part: words.life(self._row(part)) for part in (APPLICATION, *JOBS)}
+        lives = {part: words.life(self._row(part)) for part in (APPLICATION, *NODES)}
+        refusals = {part: worker.reason for part, worker in self._workers().items() if worker.reason is not None}
         talking, silent = self._streams() if APPLICATION in notes else (None, None)
-        grace = self._stop() if JOBS[0] in notes else None
-        return Reading(notes, lives, talking, silent, STREAM_S, grace)
+        grace = self._stop() if NODES[0] in notes else None
+        what: Literal["worker", "job"] = "worker" if self._has_workers else "job"
+        return Reading(notes, lives, talking, silent, STREAM_S, grace, what, refusals)
 
     def _are_whole(self, notes: dict[str, Note]) -> bool:
         """Whether each pod has tried to reach both others, or has ended. Fills `notes`."""
-        parts = (APPLICATION, *JOBS)
+        parts = (APPLICATION, *NODES)
         for part in parts:
             data = self._workbench.download(self._file(f"{part}.json"))
             if data is not None:
@@ -138,7 +163,19 @@ class Probe:
     def _row(self, part: str) -> Object | None:
         if part == APPLICATION:
             return self._workbench.application(self._application)
-        return self._workbench.job_run(*self._runs[part])
+        if not self._has_workers:
+            return self._workbench.job_run(*self._runs[part])
+        workers = self._workers()
+        worker = workers.get(part) if workers else Worker("scheduling")  # the application has not started
+        return None if worker is None else worker.row
+
+    def _workers(self) -> dict[str, Worker]:
+        """As the launcher has noted them; none where nodes are jobs."""
+        data = self._workbench.download(self._file(names.WORKERS)) if self._has_workers else None
+        try:
+            return msgspec.json.decode(data or b"{}", type=dict[str, Worker])
+        except msgspec.MsgspecError:
+            return {}
 
     def _streams(self) -> tuple[Stream, Stream]:
         """One with an event a second, and one that is silent between its first and its last; both at once."""
@@ -187,10 +224,13 @@ class Probe:
         """Beats between the order to stop and the end: no clock of another machine is needed."""
         before = self._beats().count("beat")
         try:
-            self._workbench.stop_run(*self._runs[JOBS[0]])
+            if self._has_workers:
+                self._want_workers(NODES[1:])
+            else:
+                self._workbench.stop_run(*self._runs[NODES[0]])
         except PenstockError:
             return None
-        if not wait(lambda: words.life(self._row(JOBS[0])) == "gone", placing.STOP_S):
+        if not wait(lambda: words.life(self._row(NODES[0])) == "gone", placing.STOP_S):
             return findings.Grace(None, "SIGTERM" in self._beats())
         text = self._beats()
         return findings.Grace(max(0, text.count("beat") - before) * _BEAT_S, "SIGTERM" in text)

@@ -157,6 +157,14 @@ def find_gateway(workbench: Workbench, run: Run) -> Object | None:
     return None if application is None else workbench.application(application)
 
 
+def require_gateway(workbench: Workbench, run: Run) -> None:
+    """Raises PenstockError where its application does not run: nobody would answer."""
+    place = words.placement_of_application(find_gateway(workbench, run), "gateway")
+    if place.state == "gone":
+        hint = "`penstock up FILE` starts it again."
+        raise PenstockError(f'cannot reach the gateway of "{run.name}": {place.reason}', hint=hint)
+
+
 def _find_application(workbench: Workbench, run: Run, part: str) -> str | None:
     title = names.workload(run.name, run.record().id, part)
     return next((str(row["id"]) for row in workbench.applications() if row.get("name") == title), None)

@@ -1,14 +1,16 @@
-"""The script that `doctor` runs in two jobs and an application of a project. The workbench runs it inside a Python
-kernel, as start.py: standard library only, any Python of a runtime.
+"""The script that `doctor` runs in two jobs, or workers, and an application of a project. The workbench runs it inside
+a Python kernel, as start.py: standard library only, any Python of a runtime.
 
-Each pod listens, tries to reach the others, and writes what it found into the project. The application streams, and
-job-0 writes a beat ten times a second, which shows how a stop ends it.
+The application launches the workers as it would those of a deployment. Each pod listens, tries to reach the others, and
+writes what it found into the project. The application streams, and job-0 writes a beat ten times a second, which shows
+how a stop ends it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import socket
 import subprocess
@@ -173,7 +175,10 @@ def main() -> None:
         "python": sys.version.split()[0],
         "reached": {},
     }
+    launcher: Any = None
     if PART == "application":
+        if FACTS["workers"]:
+            launcher = runpy.run_path(str(FOLDER / "launcher.py"))["Launcher"](FOLDER, print)
         server = ThreadingHTTPServer(("127.0.0.1", int(os.environ["CDSW_APP_PORT"])), Streams)
         threading.Thread(target=server.serve_forever, daemon=True).start()
     if PART == "job-0":
@@ -182,6 +187,8 @@ def main() -> None:
         subprocess.Popen(argv, start_new_session=True)  # as penstock's node below a pod's script
     note(facts)
     while time.monotonic() < deadline and not (FOLDER / "end").exists():
+        if launcher is not None:
+            launcher.step()
         for other, theirs in others().items():
             if other not in facts["reached"]:
                 facts["reached"][other] = reach(other, theirs)

@@ -19,6 +19,17 @@ def is_in_pod() -> bool:
     return "CDSW_PROJECT_ID" in os.environ
 
 
+def time_limits() -> str | None:
+    """What ends the session of this terminal, as its environment says, and what goes on; None where it is no session,
+    or says nothing."""
+    if not is_in_pod() or "PENSTOCK_UNIT" in os.environ:
+        return None
+    idle, whole = (os.environ.get(f"{kind}_MAXIMUM_MINUTES", "") for kind in ("IDLE", "SESSION"))
+    limits = [f"after {idle} idle minutes (IDLE_MAXIMUM_MINUTES)"] if idle.isdigit() else []
+    limits += [f"after {whole} minutes in all (SESSION_MAXIMUM_MINUTES)"] if whole.isdigit() else []
+    return f"this session ends {' and '.join(limits)}: the deployment goes on" if limits else None
+
+
 def is_in_project(workbench: Workbench) -> bool:
     """Whether this pod is of that project, and so sees its files."""
     return os.environ.get("CDSW_PROJECT_ID") == workbench.project_id

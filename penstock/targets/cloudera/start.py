@@ -18,6 +18,8 @@ FACTS: dict[str, Any] = {}
 UNIT = os.environ["PENSTOCK_UNIT"]  # "gateway", "ui", "weights", "r0-n1"
 RUN, CODE, VENV = Path(FACTS["run"]), Path(FACTS["code"]), Path(FACTS["venv"])
 LOOK_S, INSTALL_S, SILENT_S = 1.0, 3600.0, 120.0
+JOB_LIMIT = "JOB_MAXIMUM_MINUTES"
+LIMITS = (JOB_LIMIT, "SESSION_MAXIMUM_MINUTES", "IDLE_MAXIMUM_MINUTES")  # the last two are of sessions
 
 
 def say(words: str) -> None:
@@ -118,15 +120,18 @@ def main() -> None:
         (RUN / folder).mkdir(exist_ok=True)
     for path in (RUN / "secrets").iterdir():
         path.chmod(0o600)  # a file that comes by the API can be read by others
-    minutes = os.environ.get("JOB_MAXIMUM_MINUTES", "")
+    limits = {name: int(os.environ[name]) for name in LIMITS if os.environ.get(name, "").isdigit()}
     began = time.time()
     pod: dict[str, object] = {
         "address": os.environ.get("CDSW_IP_ADDRESS"),
         "engine": os.environ.get("CDSW_ENGINE_ID"),
         "began_at": began,
+        "limits": limits,
     }
-    if UNIT not in ("gateway", "ui") and "PENSTOCK_WORKER" not in os.environ and minutes.isdigit():
-        pod["ends_at"] = began + 60 * int(minutes)
+    # Applications have no limit, and workers live as long as the one that launched them.
+    if UNIT not in ("gateway", "ui") and "PENSTOCK_WORKER" not in os.environ and JOB_LIMIT in limits:
+        pod["ends_at"] = began + 60 * limits[JOB_LIMIT]
+        pod["ends_by"] = f"{JOB_LIMIT}={limits[JOB_LIMIT]}"
     note(**pod)
     try:
         unpack()

@@ -35,6 +35,7 @@ from penstock.spec.blocks import Cloudera
 from penstock.spec.deployment import Deployment
 from penstock.targets import Adopted, Placement, Target, Tunnel, machines_of_file
 from penstock.targets.cloudera import (
+    answers,
     checks,
     ending,
     folder,
@@ -83,8 +84,13 @@ class ClouderaAi(Target):
             workbench = self._connected(names.block_of(deployment))
         except PenstockError as exc:
             return [Problem("target", exc.message, exc.hint)]
-        problems, self._choices = checks.examine(workbench, deployment)
+        problems, self._choices = self._examined(workbench, deployment)
         return problems
+
+    def _examined(self, workbench: Workbench, deployment: Deployment) -> tuple[list[Problem], workloads.Choices]:
+        problems, choices = checks.examine(workbench, deployment)
+        notes = (*choices.notes, *answers.warnings(workbench, deployment))
+        return problems, msgspec.structs.replace(choices, notes=notes)
 
     def warnings(self, deployment: Deployment) -> tuple[str, ...]:
         return self._choices.notes
@@ -94,7 +100,7 @@ class ClouderaAi(Target):
             nodes = [f"node-{rank + 1}" for rank in range(deployment.hardware.nodes)]
             return machines_of_file(deployment, nodes, "a rehearsal does not ask the workbench")
         workbench = self._connected(names.block_of(deployment))
-        _, self._choices = checks.examine(workbench, deployment)
+        _, self._choices = self._examined(workbench, deployment)
         return [checks.machine(deployment, self._choices)]
 
     def measure(self, deployment: Deployment, download_bytes: int | None, say: Callable[[str], None]) -> list[Finding]:
@@ -199,6 +205,7 @@ class ClouderaAi(Target):
     def tunnel(self, run: Run, port: int, kind: Kind = "gateway") -> AbstractContextManager[Tunnel]:
         if not session.is_inside(run) and self._gateway_is_unknown(run):
             raise no_address(run.name)
+        placing.require_gateway(self._workbench_of(run), run)
         words = [sys.executable, "-m", "penstock.targets.cloudera.relay", str(run.path), str(port)]
         url = self._workbench_of(run).url
         return forwarded(

@@ -37,11 +37,12 @@ _OOM = ("oom", "out of memory", "exit code 137", "code -9")
 
 
 class PodNote(msgspec.Struct, frozen=True):
-    """What the script of a pod wrote: when its time is over, how it ended."""
+    """What the script of a pod wrote: when its time is over and by which limit, how it ended."""
 
     address: str | None = None
     began_at: float | None = None
     ends_at: float | None = None
+    ends_by: str | None = None
     ended_at: float | None = None
     code: int | None = None
     reason: str | None = None
@@ -77,12 +78,13 @@ def placement_of_replica(nodes: Mapping[int, NodeRun], what: Literal["job", "wor
         is_stopped = all(word(nodes[rank].row) == "STOPPED" for rank in gone)
         state: Literal["gone", "broken"] = "gone" if len(gone) == len(nodes) else "broken"
         return Placement(state, "; ".join(reasons), is_final=is_stopped and state == "gone")
-    ends = [node.note.ends_at for node in nodes.values() if node.note.ends_at is not None]
+    ends = [(node.note.ends_at, node.note.ends_by) for node in nodes.values() if node.note.ends_at is not None]
     queued = [rank for rank, state in lives.items() if state == "queued"]
     if queued:
         return Placement("queued", _why_queued(nodes, queued, many))
     where = ", ".join(node.note.address for node in nodes.values() if node.note.address)
-    return Placement("placed", ends_at=min(ends, default=None), where=where or None)
+    ends_at, ends_by = min(ends, key=lambda end: end[0], default=(None, None))
+    return Placement("placed", ends_at=ends_at, ends_by=ends_by, where=where or None)
 
 
 def _why_queued(nodes: Mapping[int, NodeRun], queued: Sequence[int], many: bool) -> str:

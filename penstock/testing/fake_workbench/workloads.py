@@ -16,7 +16,8 @@ from typing import Any, Protocol
 APP_PORT, READONLY_PORT = 8090, 8100
 _LOOK_S, _POLL_S = 0.1, 1.0
 _STOP_S = 0.5  # a stop kills, and takes a moment
-_DEFAULT_MINUTES = "10080"
+# In every pod; those of sessions, too.
+_LIMITS = {"JOB_MAXIMUM_MINUTES": "10080", "SESSION_MAXIMUM_MINUTES": "10080", "IDLE_MAXIMUM_MINUTES": "60"}
 _ENGINES = itertools.count(1)
 
 
@@ -151,7 +152,7 @@ class Workloads:
 
     def stop(self, workload: Workload) -> None:
         with self.lock:
-            if not workload.is_over:
+            if not workload.is_over and workload.status != "STOPPING":
                 workload.status, workload.kills_at = "STOPPING", time.monotonic() + _STOP_S
 
     # ---- what moves by itself ----------------------------------------------------------------------------------------
@@ -198,7 +199,7 @@ class Workloads:
             "CDSW_READONLY_PORT": str(READONLY_PORT),
             "CDSW_CPU_MILLICORES": str(int(workload.body["cpu"] * 1000)),
             "CDSW_MEMORY_MB": str(int(workload.body["memory"] * 1024)),
-            "JOB_MAXIMUM_MINUTES": _DEFAULT_MINUTES,
+            **_LIMITS,
             **workload.body.get("environment", {}),
         }
         if workload.master is not None and workload.master.pod is not None:
