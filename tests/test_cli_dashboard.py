@@ -8,12 +8,14 @@ import stat
 import webbrowser
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from samples import deployment, run_folder
 
 from penstock.cli import main
-from penstock.run_folder import Desired, Run, State
-from penstock.wire.announcement import engine_key, scrape_key
+from penstock.deployment import observe
+from penstock.run_folder import Desired, ReplicaStatus, Run, State
+from penstock.wire.announcement import engine_key, ray_token, scrape_key
 
 URL = "http://127.0.0.1:8000/dashboard"
 KEY = scrape_key(engine_key("secret-token"))
@@ -93,3 +95,21 @@ def test_of_a_deployment_that_is_down_there_is_no_page(shell: Shell, keyed: Run)
     code, _, err = shell("dashboard", "keyed")
     assert code == 2
     assert 'cannot show deployment "keyed": it is down' in err
+
+
+def test_the_token_of_rays_dashboard_is_printed_only_when_it_is_asked_for(
+    shell: Shell, keyed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = State(0.0, "ready", 1, (ReplicaStatus("1", "ready", "placed"),))
+    monkeypatch.setattr(observe, "now_state", lambda _run, _now: state)
+    assert "its replicas run without Ray" in shell("dashboard", "keyed", "--ray", "1")[2]
+    plan = keyed.path / "plan.json"
+    plan.write_bytes(msgspec.json.encode(msgspec.structs.replace(keyed.plan(), executor="ray")))
+    token = ray_token("secret-token", "1")
+    code, out, err = shell("dashboard", "keyed", "--ray", "1")
+    assert (code, out) == (0, f"{token}\n")
+    assert "penstock logs keyed --replica 1" in err and token not in err
+    assert json.loads(shell("dashboard", "keyed", "--ray", "1", "--json")[1]) == {"token": token}
+    for verb in ("status", "dashboard"):
+        assert token not in "".join(shell(verb, "keyed", "--json")[1:])
+    assert 'it has no replica "0"' in shell("dashboard", "keyed", "--ray", "0")[2]

@@ -12,7 +12,8 @@ from launching import Place, call, now, replica_of, wait_until
 from penstock.run_folder import Run
 from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS
 from penstock.testing.fake_workbench.server import Workbench
-from penstock.testing.fake_workbench.workloads import APP_PORT
+from penstock.testing.fake_workbench.workloads import READONLY_PORT
+from penstock.wire.answers import HttpError
 from penstock.wire.client import Client
 
 pytestmark = [pytest.mark.hosts, pytest.mark.vllm]
@@ -49,6 +50,25 @@ def check_texts(client: Client) -> None:
         assert client.chat(messages, model="one", max_tokens=MAX_TOKENS, temperature=0).text == row.text
 
 
+def check_dashboard(run: Run, workbench: Workbench, address: str) -> None:
+    """Ray's dashboard where the workbench's proxy leads all viewers of the project to: only the token opens it."""
+    place, token = f"http://{address}:{READONLY_PORT}", call("dashboard", "one", "--ray", "0").out.strip()
+    for key in (None, "wrong"):
+        for path in ("/api/version", "/api/jobs/", "/nodes?view=summary"):
+            with pytest.raises(HttpError) as refusal:
+                Client(place, key).get_json(path)
+            assert refusal.value.status == (401 if key is None else 403)
+        with pytest.raises(HttpError):
+            Client(place, key).post_json("/api/jobs/", {"entrypoint": "true"})
+    ray = Client(place, token)
+    assert "ray_version" in ray.get_json("/api/version")
+    assert isinstance(ray.get_json("/api/jobs/"), list)
+    first = next(row for row in workbench.workloads.runs.values() if row.body["name"].endswith("n0"))
+    log = call("logs", "one").out
+    assert f"Ray's dashboard: https://read-only-{first.engine}.{workbench.domain}" in log
+    assert token not in log
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(("executor", "cut_by"), [("mp", "tensor"), ("ray", "pipeline")])
 def test_vllm_over_two_pods_gives_the_reference_text_and_comes_back_when_one_is_killed(
@@ -60,9 +80,8 @@ def test_vllm_over_two_pods_gives_the_reference_text_and_comes_back_when_one_is_
     announcement = replica_of(run).announcement
     assert announcement is not None and len({node.address for node in announcement.nodes}) == 2
     check_texts(client)
-    if executor == "ray":  # where the workbench's proxy leads those to who may run code in the pod
-        version = Client(f"http://{announcement.nodes[0].address}:{APP_PORT}").get_json("/api/version")
-        assert "ray_version" in version
+    if executor == "ray":
+        check_dashboard(run, workbench, announcement.nodes[0].address)
     second = next(row for row in workbench.workloads.runs.values() if row.body["name"].endswith("n1"))
     assert second.pod is not None
     second.pod.kill()

@@ -9,6 +9,7 @@ import html
 import ipaddress
 import os
 import sys
+import time
 import webbrowser
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
@@ -40,8 +41,11 @@ class PageAddress(NamedTuple):
 def register(parser: argparse.ArgumentParser) -> None:
     arguments.add_name(parser)
     parser.add_argument("--no-open", action="store_true", help="print the address, with the key, and open nothing")
+    text = "print only the token that Ray's dashboard of one replica asks for (engine.executor: ray)"
+    parser.add_argument("--ray", metavar="N", dest="ray_replica", help=text)
     arguments.add_json(parser, "print the address and the key as JSON, and open nothing")
-    arguments.complete(parser, _run, ("penstock dashboard", "penstock dashboard qwen --no-open"))
+    examples = ("penstock dashboard", "penstock dashboard qwen --no-open", "penstock dashboard qwen --ray 0")
+    arguments.complete(parser, _run, examples)
 
 
 def key_of(run: Run) -> str | None:
@@ -73,8 +77,31 @@ def _run(options: argparse.Namespace) -> int:
     from penstock import run_folder
 
     run = run_folder.choose(options.name)
-    show(options, run, address_of(run))
+    if options.ray_replica is not None:
+        _show_ray_token(options, run)
+    else:
+        show(options, run, address_of(run))
     return 0
+
+
+def _show_ray_token(options: argparse.Namespace, run: Run) -> None:
+    """On standard output, and nothing else there."""
+    from penstock.deployment import observe
+    from penstock.wire.announcement import ray_token
+
+    refused = f'cannot show the token of Ray\'s dashboard of "{run.name}"'
+    if run.plan().executor == "mp":
+        raise UserError(f"{refused}: its replicas run without Ray", hint="It needs engine.executor: ray.")
+    if options.ray_replica not in {row.replica for row in observe.now_state(run, time.time()).replicas}:
+        message = f'{refused}: it has no replica "{options.ray_replica[:100]}"'
+        raise UserError(message, hint=f"penstock status {run.name}")
+    token = ray_token(run.admin_token(), options.ray_replica)
+    if options.json:
+        print_json({"token": token})
+        return
+    print(token, flush=True)
+    print_step("It opens Ray's dashboard and its job API, which runs code on the replica's nodes.")
+    print_step(f"The address is in the log: penstock logs {run.name} --replica {options.ray_replica}")
 
 
 def _has_display() -> bool:

@@ -123,11 +123,13 @@ def _with_name(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
     if len(names) != 1 or not names[0]:
         return None
     name = names[0]
+    # The token of Ray's dashboard is a fact of the run folder, as a status is.
+    verb = options.verb_name if getattr(options, "ray_replica", None) is None else "status"
     login = remote.remembered(name)
-    if login is not None and options.verb_name not in (*_HELD, *_THROUGH_TUNNEL):
+    if login is not None and verb not in (*_HELD, *_THROUGH_TUNNEL):
         return remote.run(login, list(argv) if typed else _named(argv, options, name), _is_terminal())
     port = _port(options, name)
-    gateway = _in_target(_run_of(name), options.verb_name) if login is None else _on_login_node(login, name)
+    gateway = _in_target(_run_of(name), verb) if login is None else _on_login_node(login, name)
     if gateway is None:
         return None
     if options.verb_name in _IN_STORE:
