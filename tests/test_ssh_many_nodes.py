@@ -57,7 +57,7 @@ def check_texts(run: Run) -> None:
 
 
 def check_only_the_token_opens_ray(hosts: Hosts, log: str, token: str) -> None:
-    """Ray's dashboard and its job API; and the token is in no log and on no command line."""
+    """Ray's dashboard and its job API; and the token is in no log, no file of the hosts and on no command line."""
     found = re.search(r"RAY_API_SERVER_ADDRESS='(http://127\.0\.0\.1:\d+)'", log)
     assert found is not None, log
     for key, status in (("", 401), ("wrong", 403), (token, 200)):
@@ -68,6 +68,9 @@ def check_only_the_token_opens_ray(hosts: Hosts, log: str, token: str) -> None:
     assert any("gcs_server" in word for process in processes for word in process.argv), "Ray runs"
     assert len(token) == 64
     assert token not in log
+    for host in hosts:
+        assert host.run(["ls", "/tmp"]).stdout.count("penstock-") > 1, "Ray's logs are there"
+        assert host.run(["grep", "-rlsF", "-D", "skip", token, "/tmp", "/root"], check=False).stdout == ""
     assert not any(token in word for process in processes for word in process.argv)
 
 
