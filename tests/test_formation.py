@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import socket
 
 import msgspec
@@ -13,11 +12,9 @@ from samples import cpu_machine, demo_plan, gpu_machine
 from penstock.engines import Command
 from penstock.errors import Problem
 from penstock.hardware import Interface, Machine, NodeFacts, node_facts
-from penstock.node.announcer import AdminClient
 from penstock.node.group import addresses, ray
 from penstock.node.group.addresses import Formation, GroupNode, Introduction
 from penstock.spec.deployment import Parallel
-from penstock.wire.announcement import engine_key, ray_token, scrape_key
 
 ETH = Interface("eth0", "10.0.0.{}", 24, 10_000)
 IB = Interface("ib0", "10.9.0.{}", 16, 200_000, is_infiniband=True)
@@ -155,28 +152,19 @@ def test_all_parts_of_ray_get_different_ports_also_when_the_kernel_offers_one_tw
     offers = itertools.chain.from_iterable((port, port, 6000, 6001) for port in itertools.count(7000))
     monkeypatch.setattr(socket.socket, "getsockname", lambda _self: ("127.0.0.1", next(offers)))
     formation = Formation((GroupNode(0, "head", "127.0.0.1", "lo"),), master_port=6001, ray_port=6000)
-    argv = ray.start(
-        demo_plan(), formation, 0, Command(("vllm",), {}), ray.environment("a:1", "/folder", "secret")
-    ).argv
+    argv = ray.start(demo_plan(), formation, 0, "/folder", Command(("vllm",), {})).argv
     ports = [int(value) for name, value in itertools.pairwise(argv) if name.endswith("port") and "worker" not in name]
     assert len({*ports, formation.master_port}) == len(ports) + 1 == 10
 
 
-ONE_NODE = Formation((GroupNode(0, "head", "127.0.0.1", "lo"),), master_port=6001, ray_port=6000)
+ONE_NODE = Formation((GroupNode(0, "head", "127.0.0.1", "lo"),), master_port=6001, ray_port=6000, ray_token="secret")
 
 
 def test_the_token_of_ray_is_in_the_environment_only_and_replaces_the_users() -> None:
     theirs = Command(("vllm",), {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "theirs"})
-    command = ray.start(demo_plan(), ONE_NODE, 0, theirs, ray.environment("127.0.0.1:6000", "/folder", "secret"))
+    command = ray.start(demo_plan(), ONE_NODE, 0, "/folder", theirs)
     assert (command.env["RAY_AUTH_MODE"], command.env["RAY_AUTH_TOKEN"]) == ("token", "secret")
     assert not any("secret" in word for word in (*command.argv, *ray.check("127.0.0.1:6000", 1, 1, 60.0).argv))
-
-
-def test_each_replica_and_each_run_has_another_token_of_ray_which_is_no_other_key() -> None:
-    tokens = [ray_token(*row) for row in (("one", "0"), ("one", "1"), ("two", "0"))]
-    assert len({*tokens, engine_key("one"), scrape_key(engine_key("one")), "one"}) == 6
-    assert tokens[0] == AdminClient(["http://127.0.0.1:1"], "one").ray_token("0"), "nodes and the owner have the same"
-    assert re.fullmatch("[0-9a-f]{64}", tokens[0])
 
 
 @pytest.mark.parametrize(("version", "is_shown"), [("2.51.2", False), ("2.52.0", True), ("3.0.0.dev0", True)])
@@ -187,7 +175,7 @@ def test_a_proxy_leads_only_to_a_dashboard_that_asks_for_a_token(
     monkeypatch.setattr(node_facts, "versions", lambda: {"ray": version})
     monkeypatch.setenv("PENSTOCK_RAY_DASHBOARD_PORT", "8100")
     monkeypatch.setenv("PENSTOCK_RAY_DASHBOARD_URL", "https://read-only-x.domain")
-    argv = ray.start(demo_plan(), ONE_NODE, 0, Command(("vllm",)), ray.environment("a:1", "/folder", "secret")).argv
+    argv = ray.start(demo_plan(), ONE_NODE, 0, "/folder", Command(("vllm",))).argv
     assert (argv[argv.index("--dashboard-port") + 1] == "8100") == is_shown
     words = ray.dashboard_words()
     assert words is not None and ("https://read-only-x.domain" in words) == is_shown

@@ -56,8 +56,8 @@ def check_texts(run: Run) -> None:
         assert client.chat(messages, model="one", max_tokens=MAX_TOKENS, temperature=0).text == row.text
 
 
-def check_only_the_token_opens_ray(hosts: Hosts, log: str, token: str) -> None:
-    """Ray's dashboard and its job API; and the token is in no log, no file of the hosts and on no command line."""
+def check_only_the_token_opens_ray(run: Run, hosts: Hosts, log: str, token: str) -> None:
+    """Ray's dashboard and its job API; and the token is in no log, no file here or of the hosts, on no command line."""
     found = re.search(r"RAY_API_SERVER_ADDRESS='(http://127\.0\.0\.1:\d+)'", log)
     assert found is not None, log
     for key, status in (("", 401), ("wrong", 403), (token, 200)):
@@ -67,7 +67,9 @@ def check_only_the_token_opens_ray(hosts: Hosts, log: str, token: str) -> None:
     processes = [process for host in hosts for process in host.processes()]
     assert any("gcs_server" in word for process in processes for word in process.argv), "Ray runs"
     assert len(token) == 64
-    assert token not in log
+    shown = [call(verb, "one", "--json").out for verb in ("status", "dashboard")]
+    assert not any(token in text for text in (log, *shown))
+    assert not any(token.encode() in path.read_bytes() for path in run.path.rglob("*") if path.is_file())
     for host in hosts:
         assert host.run(["ls", "/tmp"]).stdout.count("penstock-") > 1, "Ray's logs are there"
         assert host.run(["grep", "-rlsF", "-D", "skip", token, "/tmp", "/root"], check=False).stdout == ""
@@ -135,6 +137,6 @@ def test_a_pipeline_over_two_hosts_gives_the_same_text(place: Place, hosts: Host
     log = call("logs", "one").out
     assert {line.partition(" ")[0] for line in log.splitlines()} >= {"node1:", "node2:"}
     if executor == "ray":
-        check_only_the_token_opens_ray(hosts, log, call("dashboard", "one", "--ray", "0").out.strip())
+        check_only_the_token_opens_ray(run, hosts, log, call("dashboard", "one", "--ray", "0").out.strip())
     assert call("down", "one").code == 0
     until(lambda: left_on(hosts) == [], "nothing is left")

@@ -49,7 +49,7 @@ def _member(
     plan = launch.plan
 
     def start(formation: Formation) -> NodeProcesses:
-        local = NodeProcesses(plan, engine, args, lambda: False, admin.ray_token(args.replica))
+        local = NodeProcesses(plan, engine, args, lambda: False)
         local.use(*prerequisites.resolve(), prerequisites.cache_folder)
         if plan.executor == "ray":
             local.start_ray(formation)

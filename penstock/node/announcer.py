@@ -14,14 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.wire.announcement import (
-    AnnounceAnswer,
-    Announcement,
-    GatewayAddress,
-    MachineReading,
-    engine_key,
-    ray_token,
-)
+from penstock.wire.announcement import AnnounceAnswer, Announcement, GatewayAddress, MachineReading, engine_key
 from penstock.wire.gateways import ask_each, clients
 
 _TIMEOUT_S = 3.0
@@ -52,9 +45,6 @@ class AdminClient:
             urls = [f"http://{address}" for address in gateway.admin]
             if urls != self._urls:
                 self._use(urls)
-
-    def ray_token(self, replica: str) -> str:
-        return ray_token(self._token, replica)
 
     def post_json(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """As `Client.post_json`: the first answer. After a failure the next call tries the next URL."""

@@ -123,11 +123,8 @@ def _claimed(args: NodeArgs) -> dict[str, str]:
 class NodeProcesses:
     """The processes of this node, from a start to its end. Safe to end twice."""
 
-    def __init__(
-        self, plan: Plan, engine: Engine, args: NodeArgs, is_stopped: Callable[[], bool], ray_token: str
-    ) -> None:
+    def __init__(self, plan: Plan, engine: Engine, args: NodeArgs, is_stopped: Callable[[], bool]) -> None:
         self._plan, self._engine, self._args, self._is_stopped = plan, engine, args, is_stopped
-        self._ray_token = ray_token
         self.segments: set[str] = set()  # files in /dev/shm
         self._ray: EngineProcess | None = None
         self._gpu_memory: GpuMemory | None = None
@@ -154,10 +151,9 @@ class NodeProcesses:
         # Not the engine's folder: each is made and removed with its process.
         place = self._place("r", node.address, 0, None, formation)
         base = self._engine.command(self._plan, place)
-        command = ray.start(self._plan, formation, node.rank, base, self._ray_environment(formation))
         if node.rank == 0 and (words := ray.dashboard_words()):
             print(f"penstock: {words}", flush=True)
-        self._ray = self._run(command, place.folder)
+        self._ray = self._run(ray.start(self._plan, formation, node.rank, place.folder, base), place.folder)
 
     def wait_ray_head(self, formation: Formation) -> Diagnosis | None:
         """Wait until the head of Ray accepts connections; why it does not, or None."""
@@ -180,7 +176,8 @@ class NodeProcesses:
         """Why Ray lacks a node or would not place one rank on each planned GPU, or None."""
         address = f"{formation.head.address}:{formation.ray_port}"
         command = ray.check(address, self._plan.n_nodes, self._plan.ranks_each, _RAY_JOIN_S)
-        check = self._run(Command(command.argv, self._ray_environment(formation)), str(self._folder("c")))
+        env = ray.environment(formation, str(self._folder("r")))
+        check = self._run(Command(command.argv, env), str(self._folder("c")))
         try:
             while check.exit_code() is None and not self._is_stopped():
                 time.sleep(_POLL_S)
@@ -241,12 +238,8 @@ class NodeProcesses:
             among = Among(node.rank, self._plan.n_nodes, formation.head.address, formation.master_port)
             env |= addresses.network_environment(node)
             if self._plan.executor == "ray":
-                env |= self._ray_environment(formation)
+                env |= ray.environment(formation, str(self._folder("r")))
         return Place(host, port, str(self._folder(part)), sys.executable, key, among, env, self._cache)
-
-    def _ray_environment(self, formation: Formation) -> dict[str, str]:
-        address = f"{formation.head.address}:{formation.ray_port}"
-        return ray.environment(address, str(self._folder("r")), self._ray_token)
 
     def _run(self, command: Command, folder: str, on_line: OnLine | None = None) -> EngineProcess:
         rank = str(self._args.rank) if self._plan.n_nodes > 1 else None

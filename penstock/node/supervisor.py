@@ -65,8 +65,7 @@ class NodeSupervisor:
         self._report = ReplicaReport(launch, args.replica, self._announcer, file)
         self._sleeper = Sleeper(launch.plan, engine, self._report, self._announcer, self._is_stopped)
         self._wake = threading.Event()
-        ray_token = admin.ray_token(args.replica)
-        self._local = NodeProcesses(launch.plan, engine, args, self._is_stopped, ray_token)
+        self._local = NodeProcesses(launch.plan, engine, args, self._is_stopped)
         self._leader: GroupLeader | None = None
         if launch.plan.n_nodes > 1 or launch.plan.executor == "ray":
             board = BoardClient(admin, args.replica, args.rank, self.leave)

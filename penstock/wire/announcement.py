@@ -277,9 +277,3 @@ def scrape_key(key: str) -> str:
     """The key that opens what watchers read of gateway and engines (/metrics, /dashboard), and changes nothing; made
     from `engine_key`."""
     return hmac.new(key.encode(), b"penstock scrape key", hashlib.sha256).hexdigest()
-
-
-def ray_token(token: str, replica: str) -> str:
-    """The token of the Ray cluster that one replica's nodes start, whose job API runs code there. Nodes and owner make
-    it from the token that both have, which Ray never gets."""
-    return hmac.new(token.encode(), f"penstock ray token of replica {replica}".encode(), hashlib.sha256).hexdigest()

@@ -33,16 +33,16 @@ _DASHBOARD_PORT, _DASHBOARD_URL = "PENSTOCK_RAY_DASHBOARD_PORT", "PENSTOCK_RAY_D
 _TOKENS_SINCE = (2, 52)  # https://docs.ray.io/en/latest/ray-security/token-auth.html
 
 
-def environment(address: str, folder: str, token: str) -> dict[str, str]:
+def environment(formation: Formation, folder: str) -> dict[str, str]:
     """For Ray's processes and vLLM: only this cluster, no usage reports.
 
     The token is in the environment, which ends with the processes and only their user can read; a file would stay on
     the disk of a killed node.
     """
     return {
-        "RAY_ADDRESS": address,
+        "RAY_ADDRESS": f"{formation.head.address}:{formation.ray_port}",
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": token,
+        "RAY_AUTH_TOKEN": formation.ray_token,
         "RAY_TMPDIR": folder,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
@@ -66,10 +66,9 @@ def dashboard_words() -> str | None:
     return f"Ray's dashboard is only on loopback: a Ray before {'.'.join(map(str, _TOKENS_SINCE))} asks for no token"
 
 
-def start(plan: Plan, formation: Formation, rank: int, base: Command, env: Mapping[str, str]) -> Command:
-    """The Ray process of a node: the head on rank 0, else one that joins it. Workers get the environment of `base`.
-    `env`: `environment`."""
-    node, n_gpus, folder = formation.nodes[rank], plan.ranks_each, env["RAY_TMPDIR"]
+def start(plan: Plan, formation: Formation, rank: int, folder: str, base: Command) -> Command:
+    """The Ray process of a node: the head on rank 0, else one that joins it. Workers get the environment of `base`."""
+    node, n_gpus = formation.nodes[rank], plan.ranks_each
     argv = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     argv += ["--node-ip-address", node.address, "--temp-dir", folder, "--num-gpus", str(n_gpus)]
     argv += ["--num-cpus", str(n_gpus + 1), "--object-store-memory", str(_OBJECT_STORE_BYTES)]
@@ -86,9 +85,9 @@ def start(plan: Plan, formation: Formation, rank: int, base: Command, env: Mappi
         port = int(os.environ[_DASHBOARD_PORT]) if is_given else free_port(host, taken)
         taken.add(port)
         argv += [name, str(port)]
-    whole = {**base.defaults, **base.env, **env}
-    del whole["RAY_ADDRESS"]  # `ray start` takes flags, and refuses a head with this variable
-    return Command(tuple(argv), whole, base.files, links=base.links)
+    env = {**base.defaults, **base.env, **environment(formation, folder)}
+    del env["RAY_ADDRESS"]  # `ray start` takes flags, and refuses a head with this variable
+    return Command(tuple(argv), env, base.files, links=base.links)
 
 
 def check(address: str, n_nodes: int, gpus_each: int, timeout_s: float) -> Command:
