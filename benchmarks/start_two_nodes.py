@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import os
+import secrets
 import statistics
 import subprocess
 import sys
@@ -59,7 +61,7 @@ class ByHand:
     def __init__(self, hosts: Hosts, executor: str) -> None:
         self._hosts, self._plan = hosts, plan_for("vllm", executor, {"tensor": 2})
         nodes = tuple(GroupNode(rank, host.name, host.address, "eth0") for rank, host in enumerate(hosts))
-        self._made = Formation(nodes, MASTER, RAY)
+        self._made = Formation(nodes, MASTER, RAY, secrets.token_hex(32))
 
     def seconds(self) -> float:
         began = time.monotonic()
@@ -80,19 +82,20 @@ class ByHand:
         among = Among(rank, 2, head.address, MASTER)
         env = network_environment(spot)
         if self._plan.executor == "ray":
-            env |= ray.environment(f"{head.address}:{RAY}", "/tmp/hand-ray")
+            env |= ray.environment(self._made, "/tmp/hand-ray")
         place = Place(head.address, PORT, f"/tmp/hand-{rank}", sys.executable, None, among, env)
         return load("vllm").command(self._plan, place)
 
     def _ray(self, rank: int) -> Command:
         ports = itertools.count(7000)  # of the host, whose addresses this process does not have
-        with mock.patch.object(ray, "free_port", lambda _: next(ports)):
+        with mock.patch.object(ray, "free_port", lambda *_: next(ports)):
             return ray.start(self._plan, self._made, rank, "/tmp/hand-ray", self._engine(rank))
 
     def _wait_for_ray(self) -> None:
         address = f"{self._made.head.address}:{RAY}"
         while subprocess.run(
             self._hosts[0].argv([sys.executable, "-m", "penstock.node.group.ray", address, "2", "1", "60"]),
+            env={**os.environ, **ray.environment(self._made, "/tmp/hand-ray")},
             capture_output=True,
         ).returncode:
             time.sleep(0.2)

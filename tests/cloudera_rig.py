@@ -30,7 +30,7 @@ from penstock.run_folder import Run
 from penstock.targets.cloudera import api
 from penstock.testing.fake_workbench import kernel
 from penstock.testing.fake_workbench.server import PROJECT, Workbench
-from penstock.testing.fake_workbench.workloads import APP_PORT
+from penstock.testing.fake_workbench.workloads import APP_PORT, READONLY_PORT
 
 DOMAIN = "cml.test"
 PLACE_S = 240.0
@@ -132,7 +132,8 @@ class HostPods:
         log = (self.hosts.base / "log" / f"{host.name}.pod").open("a")
         whole = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", **env, "CDSW_IP_ADDRESS": host.address}
         quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        host.popen([sys.executable, "-c", _PROXY, host.address, str(APP_PORT)], **quiet)
+        for port in (APP_PORT, READONLY_PORT):
+            host.popen([sys.executable, "-c", _PROXY, host.address, str(port)], **quiet)
         words = [*self._limited(host, env), sys.executable, str(Path(kernel.__file__)), script]
         process = host.popen(words, cwd="/home/cdsw", env=whole, **quiet)
         log.close()

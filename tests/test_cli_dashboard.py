@@ -6,12 +6,16 @@ import html
 import json
 import stat
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import msgspec
 import pytest
+from nodes_rig import TOKEN, Rig, plan_for
 from samples import deployment, run_folder
 
-from penstock.cli import main
+from penstock.cli import dashboard, main
+from penstock.node.group.addresses import Formation, GroupNode
 from penstock.run_folder import Desired, Run, State
 from penstock.wire.announcement import engine_key, scrape_key
 
@@ -93,3 +97,40 @@ def test_of_a_deployment_that_is_down_there_is_no_page(shell: Shell, keyed: Run)
     code, _, err = shell("dashboard", "keyed")
     assert code == 2
     assert 'cannot show deployment "keyed": it is down' in err
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path, plan_for("vllm", "ray", {"tensor": 2}))
+    yield rig
+    rig.close()
+
+
+def test_the_token_of_rays_dashboard_is_printed_only_when_it_is_asked_for(
+    shell: Shell, keyed: Run, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard, "_POST_LIVES_S", 600.0)
+    assert "its replicas run without Ray" in shell("dashboard", "keyed", "--ray", "1")[2]
+    (keyed.path / "plan.json").write_bytes(msgspec.json.encode(rig.plan))
+    keyed.admin_token_file.write_text(TOKEN)
+    keyed.gateway_config.write_bytes((rig.folder / "gateway.json").read_bytes())
+    formation = Formation((GroupNode(0, "head", "127.0.0.1", "lo"),), 6001, 6000, "secret-of-ray")
+    body = {"replica": "1", "rank": 0, "instance": "a", "epoch": "b", "content": {"phase": "gather"}}
+    rig.admin.post_json("/admin/board", body)
+    go = body | {"content": {"phase": "go", "formation": msgspec.to_builtins(formation)}}
+    rig.admin.post_json("/admin/board", go | {"rank": 1})
+    for replica in ("0", "1"):
+        code, out, err = shell("dashboard", "keyed", "--ray", replica)
+        assert (code, out) == (1, "") and f'its replica "{replica}" has no Ray now' in err
+    rig.admin.post_json("/admin/board", go)
+    for words in ([], ["--inside"]):
+        code, out, err = shell("dashboard", "keyed", "--ray", "1", *words)
+        assert (code, out) == (0, "secret-of-ray\n")
+        assert "penstock logs keyed --replica 1" in err and "secret-of-ray" not in err
+    assert json.loads(shell("dashboard", "keyed", "--ray", "1", "--json")[1]) == {"token": "secret-of-ray"}
+    for verb in ("status", "dashboard"):
+        assert "secret-of-ray" not in "".join(shell(verb, "keyed", "--json")[1:])
+    for folder in (keyed.path, rig.folder):
+        assert not any(b"secret-of-ray" in path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    rig.close()
+    assert shell("dashboard", "keyed", "--ray", "1")[0] == 1, "the gateway is gone"

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from cloudera_rig import file_for, left
-from launching import Place, call, now, replica_of, wait_until
+from launching import Place, call, now, replica_of, started, wait_until
 
 from penstock.run_folder import Run
 from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS
 from penstock.testing.fake_workbench.server import Workbench
-from penstock.testing.fake_workbench.workloads import APP_PORT
+from penstock.testing.fake_workbench.workloads import READONLY_PORT
+from penstock.wire.answers import HttpError
 from penstock.wire.client import Client
 
 pytestmark = [pytest.mark.hosts, pytest.mark.vllm]
@@ -49,6 +50,34 @@ def check_texts(client: Client) -> None:
         assert client.chat(messages, model="one", max_tokens=MAX_TOKENS, temperature=0).text == row.text
 
 
+def ray_token() -> str:
+    with started("dashboard", "one", "--ray", "0") as command:
+        return str(command.communicate()[0]).strip()
+
+
+def check_dashboard(run: Run, workbench: Workbench, address: str) -> str:
+    """Ray's dashboard where the workbench's proxy leads all viewers of the project to: only the token opens it, and no
+    file has that."""
+    place, token = f"http://{address}:{READONLY_PORT}", ray_token()
+    for key in (None, "wrong"):
+        for path in ("/api/version", "/api/jobs/", "/nodes?view=summary"):
+            with pytest.raises(HttpError) as refusal:
+                Client(place, key).get_json(path)
+            assert refusal.value.status == (401 if key is None else 403)
+        with pytest.raises(HttpError):
+            Client(place, key).post_json("/api/jobs/", {"entrypoint": "true"})
+    ray = Client(place, token)
+    assert "ray_version" in ray.get_json("/api/version")
+    assert isinstance(ray.get_json("/api/jobs/"), list)
+    first = next(row for row in workbench.workloads.runs.values() if row.body["name"].endswith("n0"))
+    log = call("logs", "one").out
+    assert f"Ray's dashboard: https://read-only-{first.engine}.{workbench.domain}" in log
+    assert len(token) == 64 and token not in log
+    files = [path for path in workbench.pods.folder.rglob("*") if path.is_file()]
+    assert len(files) > 10 and not any(token.encode() in path.read_bytes() for path in files)
+    return token
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(("executor", "cut_by"), [("mp", "tensor"), ("ray", "pipeline")])
 def test_vllm_over_two_pods_gives_the_reference_text_and_comes_back_when_one_is_killed(
@@ -60,9 +89,7 @@ def test_vllm_over_two_pods_gives_the_reference_text_and_comes_back_when_one_is_
     announcement = replica_of(run).announcement
     assert announcement is not None and len({node.address for node in announcement.nodes}) == 2
     check_texts(client)
-    if executor == "ray":  # where the workbench's proxy leads those to who may run code in the pod
-        version = Client(f"http://{announcement.nodes[0].address}:{APP_PORT}").get_json("/api/version")
-        assert "ray_version" in version
+    token = check_dashboard(run, workbench, announcement.nodes[0].address) if executor == "ray" else None
     second = next(row for row in workbench.workloads.runs.values() if row.body["name"].endswith("n1"))
     assert second.pod is not None
     second.pod.kill()
@@ -71,5 +98,7 @@ def test_vllm_over_two_pods_gives_the_reference_text_and_comes_back_when_one_is_
     wait_until(lambda: is_ready_since(run, killed_at), "the replica is back", READY_S)
     print(f"{executor} {cut_by}: ready after {ready_s:.1f} s, back after {time.time() - killed_at:.1f} s")
     check_texts(client)
+    if executor == "ray":
+        assert len(ray_token()) == 64 and ray_token() != token, "each start has its own"
     assert call("down", "one").code == 0
     assert left(workbench) == []

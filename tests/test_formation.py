@@ -11,7 +11,7 @@ from samples import cpu_machine, demo_plan, gpu_machine
 
 from penstock.engines import Command
 from penstock.errors import Problem
-from penstock.hardware import Interface, Machine, NodeFacts
+from penstock.hardware import Interface, Machine, NodeFacts, node_facts
 from penstock.node.group import addresses, ray
 from penstock.node.group.addresses import Formation, GroupNode, Introduction
 from penstock.spec.deployment import Parallel
@@ -155,3 +155,27 @@ def test_all_parts_of_ray_get_different_ports_also_when_the_kernel_offers_one_tw
     argv = ray.start(demo_plan(), formation, 0, "/folder", Command(("vllm",), {})).argv
     ports = [int(value) for name, value in itertools.pairwise(argv) if name.endswith("port") and "worker" not in name]
     assert len({*ports, formation.master_port}) == len(ports) + 1 == 10
+
+
+ONE_NODE = Formation((GroupNode(0, "head", "127.0.0.1", "lo"),), master_port=6001, ray_port=6000, ray_token="secret")
+
+
+def test_the_token_of_ray_is_in_the_environment_only_and_replaces_the_users() -> None:
+    theirs = Command(("vllm",), {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "theirs"})
+    command = ray.start(demo_plan(), ONE_NODE, 0, "/folder", theirs)
+    assert (command.env["RAY_AUTH_MODE"], command.env["RAY_AUTH_TOKEN"]) == ("token", "secret")
+    assert not any("secret" in word for word in (*command.argv, *ray.check("127.0.0.1:6000", 1, 1, 60.0).argv))
+
+
+@pytest.mark.parametrize(("version", "is_shown"), [("2.51.2", False), ("2.52.0", True), ("3.0.0.dev0", True)])
+def test_a_proxy_leads_only_to_a_dashboard_that_asks_for_a_token(
+    monkeypatch: pytest.MonkeyPatch, version: str, is_shown: bool
+) -> None:
+    assert ray.dashboard_words() is None
+    monkeypatch.setattr(node_facts, "versions", lambda: {"ray": version})
+    monkeypatch.setenv("PENSTOCK_RAY_DASHBOARD_PORT", "8100")
+    monkeypatch.setenv("PENSTOCK_RAY_DASHBOARD_URL", "https://read-only-x.domain")
+    argv = ray.start(demo_plan(), ONE_NODE, 0, "/folder", Command(("vllm",))).argv
+    assert (argv[argv.index("--dashboard-port") + 1] == "8100") == is_shown
+    words = ray.dashboard_words()
+    assert words is not None and ("https://read-only-x.domain" in words) == is_shown

@@ -16,6 +16,7 @@ from gateway_rig import (
     EVENTS,
     KEY,
     SSE_HEAD,
+    TOKEN,
     Client,
     Engine,
     Gate,
@@ -34,7 +35,7 @@ from penstock.gateway.config import ServedModel
 from penstock.gateway.connections import engine as upstream
 from penstock.gateway.connections.listener import open_socket
 from penstock.spec.gateway import Limits, Upstream
-from penstock.wire.announcement import Progress
+from penstock.wire.announcement import Progress, engine_key, scrape_key
 from penstock.wire.http1 import END
 from penstock.wire.model_list import ModelCard, ReplicaCount, read_models
 
@@ -174,7 +175,7 @@ async def test_unroutable_requests_get_openai_errors() -> None:
         ):
             status, error = await client.post(body).error()
             assert (status, error["code"], error["param"]) == expected
-        for path in ("/v1", "/v1/../sleep", "/sleep", "/admin/replicas", "/v1//x", "/v1/%2e%2e/sleep"):
+        for path in ("/v1", "/v1/../sleep", "/sleep", "/admin/replicas", "/admin/board", "/v1//x", "/v1/%2e%2e/sleep"):
             assert (await client.get(path).error())[0] == 404
         head, _, _ = await client.get("/v1/chat/completions").response()
         assert (head.status, head.get(b"allow")) == (405, b"POST")
@@ -478,8 +479,9 @@ async def test_an_upstream_is_asked_for_its_longest_request(models: bytes, max_m
 async def test_admin_calls_need_the_token() -> None:
     async with Rig() as rig:
         assert await rig.admin("/admin/health") == (200, {"ok": True})
-        for path in ("/admin/health", "/admin/replicas", "/nothing"):
-            assert (await rig.admin(path, token="wrong"))[0] == 401
+        for path in ("/admin/health", "/admin/replicas", "/admin/board", "/nothing"):
+            for wrong in ("wrong", engine_key(TOKEN), scrape_key(engine_key(TOKEN))):
+                assert (await rig.admin(path, token=wrong))[0] == 401
         assert (await rig.admin("/nothing"))[0] == 404
         assert (await rig.admin("/admin/drain"))[0] == 405
         assert (await rig.admin("/admin/drain", {"name": "0"}))[0] == 400

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +23,16 @@ pytestmark = [pytest.mark.hosts, pytest.mark.vllm]
 
 CHATS = [row for row in DEMO_PROMPTS if row.kind == "chat"][:8]
 READY_S = 400.0
+STATUS = """
+import sys, urllib.error, urllib.request
+request = urllib.request.Request(sys.argv[1])
+if sys.argv[2]:
+    request.add_header("Authorization", f"Bearer {sys.argv[2]}")
+try:
+    print(urllib.request.urlopen(request, timeout=60).status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+"""
 
 
 @pytest.fixture
@@ -42,6 +54,26 @@ def check_texts(run: Run) -> None:
     for row in CHATS:
         messages = [{"role": "user", "content": row.prompt}]
         assert client.chat(messages, model="one", max_tokens=MAX_TOKENS, temperature=0).text == row.text
+
+
+def check_only_the_token_opens_ray(run: Run, hosts: Hosts, log: str, token: str) -> None:
+    """Ray's dashboard and its job API; and the token is in no log, no file here or of the hosts, on no command line."""
+    found = re.search(r"RAY_API_SERVER_ADDRESS='(http://127\.0\.0\.1:\d+)'", log)
+    assert found is not None, log
+    for key, status in (("", 401), ("wrong", 403), (token, 200)):
+        for path in ("/api/version", "/api/jobs/"):
+            done = hosts[0].run([sys.executable, "-I", "-S", "-c", STATUS, f"{found[1]}{path}", key])
+            assert done.stdout.strip() == str(status), (path, key)
+    processes = [process for host in hosts for process in host.processes()]
+    assert any("gcs_server" in word for process in processes for word in process.argv), "Ray runs"
+    assert len(token) == 64
+    shown = [call(verb, "one", "--json").out for verb in ("status", "dashboard")]
+    assert not any(token in text for text in (log, *shown))
+    assert not any(token.encode() in path.read_bytes() for path in run.path.rglob("*") if path.is_file())
+    for host in hosts:
+        assert host.run(["ls", "/tmp"]).stdout.count("penstock-") > 1, "Ray's logs are there"
+        assert host.run(["grep", "-rlsF", "-D", "skip", token, "/tmp", "/root"], check=False).stdout == ""
+    assert not any(token in word for process in processes for word in process.argv)
 
 
 class Stream(threading.Thread):
@@ -102,7 +134,9 @@ def test_mp_over_two_hosts_gives_the_same_text_and_comes_back_after_power_losses
 def test_a_pipeline_over_two_hosts_gives_the_same_text(place: Place, hosts: Hosts, executor: str) -> None:
     run = up(place, hosts, executor, "pipeline")
     check_texts(run)
-    lines = call("logs", "one").out.splitlines()
-    assert {line.partition(" ")[0] for line in lines} >= {"node1:", "node2:"}
+    log = call("logs", "one").out
+    assert {line.partition(" ")[0] for line in log.splitlines()} >= {"node1:", "node2:"}
+    if executor == "ray":
+        check_only_the_token_opens_ray(run, hosts, log, call("dashboard", "one", "--ray", "0").out.strip())
     assert call("down", "one").code == 0
     until(lambda: left_on(hosts) == [], "nothing is left")

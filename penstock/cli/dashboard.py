@@ -1,4 +1,5 @@
-"""The verb `dashboard`: opens the live page of a deployment in the browser, with the key that reads it."""
+"""The verb `dashboard`: opens the live page of a deployment in the browser, with the key that reads it; or
+prints the token of Ray's dashboard."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ from urllib.parse import urlsplit
 
 from penstock.cli import arguments
 from penstock.cli.output import print_json, print_step
-from penstock.errors import UserError
+from penstock.errors import PenstockError, UserError
 
 if TYPE_CHECKING:
     from penstock.run_folder import Run
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_ANSWER_S = 10.0
+_POST_LIVES_S = 6.0  # nodes renew it twice a second
 
 
 class PageAddress(NamedTuple):
@@ -40,8 +43,13 @@ class PageAddress(NamedTuple):
 def register(parser: argparse.ArgumentParser) -> None:
     arguments.add_name(parser)
     parser.add_argument("--no-open", action="store_true", help="print the address, with the key, and open nothing")
+    text = "print only the token that Ray's dashboard of one replica asks for (engine.executor: ray)"
+    parser.add_argument("--ray", metavar="N", dest="ray_replica", help=text)
+    # Asked for by another machine: this one is next to the gateway.
+    parser.add_argument("--inside", dest="is_inside", action="store_true", help=argparse.SUPPRESS)
     arguments.add_json(parser, "print the address and the key as JSON, and open nothing")
-    arguments.complete(parser, _run, ("penstock dashboard", "penstock dashboard qwen --no-open"))
+    examples = ("penstock dashboard", "penstock dashboard qwen --no-open", "penstock dashboard qwen --ray 0")
+    arguments.complete(parser, _run, examples)
 
 
 def key_of(run: Run) -> str | None:
@@ -70,11 +78,51 @@ def show(options: argparse.Namespace, run: Run, address: PageAddress) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from penstock import run_folder
+    from penstock import paths, run_folder
 
+    if options.is_inside:  # in some targets its run folder is not whole
+        run = run_folder.Run(paths.home() / "runs" / options.name)
+        _show_ray_token(options, run, run_folder.reachable(run.gateway_file().admin))
+        return 0
     run = run_folder.choose(options.name)
-    show(options, run, address_of(run))
+    address = address_of(run)
+    if options.ray_replica is None:
+        show(options, run, address)
+    else:
+        _show_ray_token(options, run, urlsplit(run.admin_url).netloc)
     return 0
+
+
+def _show_ray_token(options: argparse.Namespace, run: Run, admin: str) -> None:
+    """On standard output, and nothing else there. `admin`: the gateway's admin address."""
+    refused = f'cannot show the token of Ray\'s dashboard of "{run.name}"'
+    if run.plan().executor == "mp":
+        raise UserError(f"{refused}: its replicas run without Ray", hint="It needs engine.executor: ray.")
+    token = _ray_token(f"http://{admin}", run.admin_token(), options.ray_replica)
+    if token is None:
+        message = f'{refused}: its replica "{options.ray_replica[:100]}" has no Ray now'
+        raise PenstockError(message, hint=f"penstock status {run.name}", is_retryable=True)
+    if options.json:
+        print_json({"token": token})
+        return
+    print(token, flush=True)
+    print_step("It opens Ray's dashboard and its job API, which runs code on the replica's nodes.")
+    print_step(f"The address is in the log: penstock logs {run.name} --replica {options.ray_replica}")
+
+
+def _ray_token(admin_url: str, admin_token: str, replica: str) -> str | None:
+    """What the replica's first node tells the others by the board, while its Ray runs.  Raises PenstockError."""
+    import msgspec
+
+    from penstock.wire.announcement import PostView
+    from penstock.wire.gateways import ask_each, clients
+
+    gateways = clients(admin_url, admin_token, _ANSWER_S)
+    boards = ask_each(gateways, lambda gateway: gateway.get_json("/admin/board"))
+    for row in (row for board in boards for row in msgspec.convert(board, list[PostView])):
+        if (row.post.replica, row.post.rank) == (replica, 0) and row.age_s < _POST_LIVES_S:
+            return row.post.content.get("formation", {}).get("ray_token") or None
+    return None
 
 
 def _has_display() -> bool:

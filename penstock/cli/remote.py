@@ -48,9 +48,9 @@ class _ChatPage(NamedTuple):
 
 
 class _Gateway(NamedTuple):
-    """A gateway elsewhere. `place`: what a tunnel leads to, for people. `inside`: the command that runs `keys` or
-    `usage` next to it. `page_key`: that of its live page. `url`: where this machine reaches it without a tunnel.
-    `chat_page`: None where the deployment has none."""
+    """A gateway elsewhere. `place`: what a tunnel leads to, for people. `inside`: the command that runs `keys`,
+    `usage` or `dashboard` next to it. `page_key`: that of its live page. `url`: where this machine reaches it without a
+    tunnel. `chat_page`: None where the deployment has none."""
 
     name: str
     place: str
@@ -123,13 +123,18 @@ def _with_name(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
     if len(names) != 1 or not names[0]:
         return None
     name = names[0]
+    is_ray = getattr(options, "ray_replica", None) is not None
+    verb = "usage" if is_ray else options.verb_name  # it too runs next to the gateway
     login = remote.remembered(name)
-    if login is not None and options.verb_name not in (*_HELD, *_THROUGH_TUNNEL):
+    if login is not None and verb not in (*_HELD, *_THROUGH_TUNNEL):
         return remote.run(login, list(argv) if typed else _named(argv, options, name), _is_terminal())
     port = _port(options, name)
-    gateway = _in_target(_run_of(name), options.verb_name) if login is None else _on_login_node(login, name)
+    gateway = _in_target(_run_of(name), verb) if login is None else _on_login_node(login, name)
     if gateway is None:
         return None
+    if is_ray:
+        words = ["dashboard", name, "--ray", options.ray_replica, "--inside", *(["--json"] if options.json else [])]
+        return subprocess.call(gateway.inside(words, _is_terminal()))
     if options.verb_name in _IN_STORE:
         code = subprocess.call(gateway.inside(_without_deployment(argv), _is_terminal()))
         if code == 0:
@@ -166,7 +171,9 @@ def _port(options: argparse.Namespace, name: str) -> int:
 
 
 def _typed_name(options: argparse.Namespace) -> str | None:
-    """The deployment that the command line names."""
+    """The deployment that the command line names; "" where the verb runs here in any case."""
+    if getattr(options, "is_inside", False):
+        return ""
     if options.verb_name == "scale":
         return options.words[0] if len(options.words) > 1 else None
     if options.verb_name == "top":

@@ -33,6 +33,7 @@ _ORDERS = ("announce", "board", "drain", "undrain", "leave", "forget", "sleep", 
 _NEWS = b"/admin/news"
 _METHODS: dict[bytes, tuple[bytes, ...]] = dict.fromkeys((b"/admin/health", b"/admin/replicas"), (b"GET",))
 _METHODS |= {f"/admin/{order}".encode(): (b"POST",) for order in _ORDERS}
+_METHODS[b"/admin/board"] = (b"GET", b"POST")
 _METHODS |= dict.fromkeys(MONITORING_PATHS, MONITORING_METHODS)
 # Sent again within seconds, by nodes and by the controller: nobody waits for the other workers.
 _REPEATED = (b"/admin/announce", b"/admin/board", _NEWS)
@@ -103,6 +104,8 @@ class AdminApi:
                 return json_answer({"ok": True})
             if path == b"/admin/replicas":
                 return self._reporter.respond(client, lambda report: json_answer(self._reporter.view(report)))
+            if path == b"/admin/board" and request.head.method == b"GET":
+                return json_answer(self._board.rows(time.monotonic()))
             if path == _NEWS:
                 body = dated(body)
             answer = self.apply(path, body)

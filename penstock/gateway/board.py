@@ -16,6 +16,10 @@ class RankBoard:
         self._posts: dict[str, dict[int, tuple[float, Post]]] = {}
         self._successors: set[str] = set()  # instances that came while the one before them was ordered to leave
 
+    def rows(self, now: float) -> tuple[PostView, ...]:
+        """The last posts of all ranks of all replicas."""
+        return tuple(PostView(post, round(now - at, 3)) for rows in self._posts.values() for at, post in rows.values())
+
     def post(self, post: Post, now: float, *, must_leave: bool = False) -> BoardView:
         """Replaces the rank's last post and returns those of every rank.
 

@@ -151,6 +151,8 @@ class NodeProcesses:
         # Not the engine's folder: each is made and removed with its process.
         place = self._place("r", node.address, 0, None, formation)
         base = self._engine.command(self._plan, place)
+        if node.rank == 0 and (words := ray.dashboard_words()):
+            print(f"penstock: {words}", flush=True)
         self._ray = self._run(ray.start(self._plan, formation, node.rank, place.folder, base), place.folder)
 
     def wait_ray_head(self, formation: Formation) -> Diagnosis | None:
@@ -174,7 +176,7 @@ class NodeProcesses:
         """Why Ray lacks a node or would not place one rank on each planned GPU, or None."""
         address = f"{formation.head.address}:{formation.ray_port}"
         command = ray.check(address, self._plan.n_nodes, self._plan.ranks_each, _RAY_JOIN_S)
-        env = ray.environment(address, str(self._folder("r")))
+        env = ray.environment(formation, str(self._folder("r")))
         check = self._run(Command(command.argv, env), str(self._folder("c")))
         try:
             while check.exit_code() is None and not self._is_stopped():
@@ -236,7 +238,7 @@ class NodeProcesses:
             among = Among(node.rank, self._plan.n_nodes, formation.head.address, formation.master_port)
             env |= addresses.network_environment(node)
             if self._plan.executor == "ray":
-                env |= ray.environment(f"{formation.head.address}:{formation.ray_port}", str(self._folder("r")))
+                env |= ray.environment(formation, str(self._folder("r")))
         return Place(host, port, str(self._folder(part)), sys.executable, key, among, env, self._cache)
 
     def _run(self, command: Command, folder: str, on_line: OnLine | None = None) -> EngineProcess:

@@ -74,8 +74,9 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `executor` is how the ranks of one replica find each other: Ray, or vLLM's own processes (mp); auto takes mp inside
     one node and ray across nodes. `join_timeout_s`: how long the first node waits for the others. `ray_dashboard_host`:
-    anyone who can reach Ray's dashboard can run code on the cluster, so keep it on loopback. `load`: how vLLM reads the
-    weights, one of its load formats (`safetensors` is the plain one); auto measures the disk of each node and chooses.
+    by Ray's dashboard one can run code on the nodes. It asks for a token (`penstock dashboard NAME --ray 0`; Ray before
+    2.52 does not), which is sent unencrypted, so keep it on loopback. `load`: how vLLM reads the weights, one of its
+    load formats (`safetensors` is the plain one); auto measures the disk of each node and chooses.
     """
 
     kind: EngineKind = "auto"

@@ -244,8 +244,8 @@ class Target(Facts, ABC):
         raise UserError(f'cannot open a tunnel to target "{self.name}"')
 
     def inside(self, run: Run, words: Sequence[str], is_terminal: bool) -> list[str]:
-        """The command that runs `keys` or `usage` next to the gateway, for its store, with our input and output; its
-        exit code is theirs. Only with the capability "tunnels"."""
+        """The command that runs `keys`, `usage` or `dashboard` next to the gateway, for its store or admin address,
+        with our input and output; its exit code is theirs. Only with the capability "tunnels"."""
         raise UserError(f'cannot run commands next to the gateway of target "{self.name}"')
 
     def end_weights(self, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""`penstock keys` and `usage` next to a gateway's store, asked for by another machine: the two ends of that."""
+"""`penstock keys`, `usage`, `dashboard --ray` next to a gateway, asked for by another machine: the two ends of that."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from penstock.errors import PenstockError
 from penstock.wire.command import Done
 
-_VERBS = ("keys", "usage")
+_VERBS = ("keys", "usage", "dashboard")
 _RUN_S = 60.0
 _SEEN_S = 1.0  # a gateway reads changed keys every half second: they count when the answer comes
 
@@ -18,7 +18,7 @@ _SEEN_S = 1.0  # a gateway reads changed keys every half second: they count when
 def run(words: Sequence[str], environ: Mapping[str, str]) -> Done:
     """The verb's output and exit code. Blocks; runs no other verb."""
     if not words or words[0] not in _VERBS:
-        return Done(2, "", f"penstock: only {' and '.join(_VERBS)} run next to a gateway\n")
+        return Done(2, "", f"penstock: only {', '.join(_VERBS)} run next to a gateway\n")
     try:
         done = subprocess.run(
             [sys.executable, "-m", "penstock", *words],

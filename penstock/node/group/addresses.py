@@ -41,11 +41,15 @@ class GroupNode(msgspec.Struct, frozen=True):
 
 
 class Formation(msgspec.Struct, frozen=True):
-    """Rank 0's decision. `master_port` is free on rank 0's node; `ray_port` is 0 without Ray."""
+    """Rank 0's decision. `master_port` is free on rank 0's node; `ray_port` is 0 without Ray.
+
+    `ray_token`: of this start's Ray cluster, whose job API runs code. It is only in the memory of nodes and gateways.
+    """
 
     nodes: tuple[GroupNode, ...]
     master_port: int
     ray_port: int = 0
+    ray_token: str = ""
 
     @property
     def head(self) -> GroupNode:

@@ -184,9 +184,9 @@ class GroupLeader:
             GroupNode(rank, node.host, interface.address, interface.name, tuple(gpu.index for gpu in node.machine.gpus))
             for rank, (node, interface) in enumerate(zip(facts, chosen, strict=True))
         )
-        head = nodes[0].address
-        ray_port = free_port(head) if self._plan.executor == "ray" else 0
-        self._formation = Formation(nodes, free_port(head, {ray_port}), ray_port)
+        head, is_ray = nodes[0].address, self._plan.executor == "ray"
+        ray_port, token = (free_port(head), secrets.token_hex(32)) if is_ray else (0, "")
+        self._formation = Formation(nodes, free_port(head, {ray_port}), ray_port, token)
         return self._formation
 
 

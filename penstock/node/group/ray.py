@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.engines import Command
+from penstock.hardware import node_facts
 from penstock.hardware.network import free_port
 from penstock.node.group.addresses import Formation
 from penstock.planner import Plan
@@ -27,19 +28,42 @@ _PORTS = (
     *("--dashboard-agent-grpc-port", "--dashboard-agent-listen-port", "--metrics-export-port"),
 )
 _POLL_S = 0.3
-_DASHBOARD_PORT = "PENSTOCK_RAY_DASHBOARD_PORT"  # set where a proxy of the place leads to one port
+# Set where a proxy of the place leads to one port of this machine, and its address there.
+_DASHBOARD_PORT, _DASHBOARD_URL = "PENSTOCK_RAY_DASHBOARD_PORT", "PENSTOCK_RAY_DASHBOARD_URL"
+_TOKENS_SINCE = (2, 52)  # https://docs.ray.io/en/latest/ray-security/token-auth.html
 
 
-def environment(address: str, folder: str) -> dict[str, str]:
-    """For Ray's processes and vLLM: only this cluster, no usage reports."""
+def environment(formation: Formation, folder: str) -> dict[str, str]:
+    """For Ray's processes and vLLM: only this cluster, no usage reports.
+
+    The token is in the environment, which ends with the processes and only their user can read; a file would stay on
+    the disk of a killed node.
+    """
     return {
-        "RAY_ADDRESS": address,
+        "RAY_ADDRESS": f"{formation.head.address}:{formation.ray_port}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": formation.ray_token,
         "RAY_TMPDIR": folder,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
+
+
+def asks_for_token() -> bool:
+    """Whether the installed Ray refuses calls without the token: an older one ignores the variables."""
+    version = node_facts.versions().get("ray", "0.0")
+    return tuple(int(part) for part in version.split(".")[:2]) >= _TOKENS_SINCE
+
+
+def dashboard_words() -> str | None:
+    """Where the dashboard is for users, or why it is not there; None where no proxy leads to it."""
+    if _DASHBOARD_URL not in os.environ:
+        return None
+    if asks_for_token():
+        return f"Ray's dashboard: {os.environ[_DASHBOARD_URL]}"
+    return f"Ray's dashboard is only on loopback: a Ray before {'.'.join(map(str, _TOKENS_SINCE))} asks for no token"
 
 
 def start(plan: Plan, formation: Formation, rank: int, folder: str, base: Command) -> Command:
@@ -57,11 +81,11 @@ def start(plan: Plan, formation: Formation, rank: int, folder: str, base: Comman
         argv += ["--address", f"{formation.head.address}:{formation.ray_port}"]
     taken = {formation.ray_port, formation.master_port}  # Ray refuses to start when two of its parts have one port
     for name, host in hosts.items():
-        is_given = name == "--dashboard-port" and _DASHBOARD_PORT in os.environ
+        is_given = name == "--dashboard-port" and _DASHBOARD_PORT in os.environ and asks_for_token()
         port = int(os.environ[_DASHBOARD_PORT]) if is_given else free_port(host, taken)
         taken.add(port)
         argv += [name, str(port)]
-    env = {**base.defaults, **base.env, **environment(f"{formation.head.address}:{formation.ray_port}", folder)}
+    env = {**base.defaults, **base.env, **environment(formation, folder)}
     del env["RAY_ADDRESS"]  # `ray start` takes flags, and refuses a head with this variable
     return Command(tuple(argv), env, base.files, links=base.links)
 

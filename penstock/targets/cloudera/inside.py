@@ -1,4 +1,5 @@
-"""`penstock keys` and `usage` next to the gateway's store: `python -m penstock.targets.cloudera.inside RUN WORDS...`.
+"""`penstock keys`, `usage` and `dashboard --ray` next to the gateway: `python -m penstock.targets.cloudera.inside RUN
+WORDS...`.
 
 The API runs no command in a pod, so the words go into a file of the project, which the application's program answers.
 """
@@ -23,10 +24,15 @@ from penstock.wire.command import Done, Verb
 
 _FOLDER = "asked"
 _ANSWER_S, _LOOK_S = 90.0, 0.5
+_UNREAD_S = 600.0  # an answer may hold a secret: one whose asker was ended does not stay
 
 
 def answer_all(run: Run) -> None:
     """Run what was asked since the last call; of the application's program."""
+    for path in (run.path / _FOLDER).glob("*.answer"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _UNREAD_S:
+                path.unlink()
     for path in sorted((run.path / _FOLDER).glob("*.question")):
         with contextlib.suppress(OSError, msgspec.MsgspecError):  # one that is not whole yet is read again
             verb = msgspec.json.decode(path.read_bytes(), type=Verb)

@@ -146,8 +146,8 @@ def main() -> None:
     launcher = the_launcher() if UNIT == "gateway" and FACTS["nodes"] == "workers" else None
     dashboard_port = os.environ.get(FACTS["dashboard_port"] or "")
     if UNIT.endswith("-n0") and dashboard_port:
-        env["PENSTOCK_RAY_DASHBOARD_PORT"] = dashboard_port
-        say(f"Ray's dashboard: https://{os.environ.get('CDSW_ENGINE_ID')}.{os.environ.get('CDSW_DOMAIN')}")
+        place = f"https://read-only-{os.environ.get('CDSW_ENGINE_ID')}.{os.environ.get('CDSW_DOMAIN')}"
+        env |= {"PENSTOCK_RAY_DASHBOARD_PORT": dashboard_port, "PENSTOCK_RAY_DASHBOARD_URL": place}
     with (RUN / "logs" / f"{LOG}.log").open("ab") as log:
         child = subprocess.Popen(
             argv_of(interpreter), env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -44,7 +44,7 @@ _HUB_CACHE = f"{names.PROJECT_FOLDER}/.cache/huggingface/hub"
 # https://docs.cloudera.com/machine-learning/cloud/engines/topics/ml-environment-variables-engines.html
 _LONGEST_MINUTES = "35000"
 _REQUIREMENTS = ("msgspec>=0.19,<1", "psutil>=6,<8", "pyyaml>=6.0.1,<7", "uvloop>=0.21,<1")
-_PAGE_REQUIREMENT, _RAY_REQUIREMENT = "gradio>=6.20,<7", "ray[default]>=2.48,<3"
+_PAGE_REQUIREMENT, _RAY_REQUIREMENT = "gradio>=6.20,<7", "ray[default]>=2.52,<3"
 
 
 class Choices(msgspec.Struct, frozen=True):
@@ -209,8 +209,8 @@ def script(deployment: Deployment, plan: Plan) -> str:
         "venv": f"{names.HOME}/python/{digest}",
         "requirements": requirements,
         "pip": env,
-        # Whoever reads Ray's dashboard may run code by it, so it is not on CDSW_READONLY_PORT, which viewers reach.
-        "dashboard_port": "CDSW_APP_PORT" if plan.executor == "ray" else None,
+        # Viewers of the project reach this port, and Ray's dashboard runs code for those who have its token.
+        "dashboard_port": "CDSW_READONLY_PORT" if plan.executor == "ray" else None,
     }
     text = resources.files("penstock.targets.cloudera").joinpath(SCRIPT).read_text("utf-8")
     return text.replace("FACTS: dict[str, Any] = {}", f"FACTS = {json.dumps(facts, indent=4).replace('null', 'None')}")

@@ -121,6 +121,8 @@ class OnVessl(Target):
         self._life(run).end(run, grace_s)
 
     def inside(self, run: Run, words: Sequence[str], is_terminal: bool) -> list[str]:
+        if words[0] == "dashboard":
+            raise UserError(f'cannot show the token of Ray\'s dashboard of "{run.name}": no port of VESSL leads to it')
         return self._life(run).inside(run, words, is_terminal)
 
     def tunnel(self, run: Run, port: int, kind: Kind = "gateway") -> AbstractContextManager[Tunnel]:
