@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import ssl
 import subprocess
 import zipfile
@@ -21,7 +22,7 @@ from penstock.models.sources import Listing, RemoteFile, Source
 from penstock.spec.blocks import Cloudera
 from penstock.spec.deployment import Deployment
 from penstock.targets import waiting
-from penstock.targets.cloudera import checks, folder, names, session
+from penstock.targets.cloudera import checks, folder, inside, names, session
 from penstock.targets.cloudera.api import Workbench
 from penstock.targets.cloudera.bodies import Judge
 from penstock.targets.code_archive import code_archive
@@ -396,3 +397,14 @@ def test_a_file_with_mistakes_is_refused_without_asking_anyone(monkeypatch: pyte
         "cloudera.gateway_memory_gb: -1 is not above 0",
         "gateway.tls_cert: the workbench ends TLS in front of applications (remove it)",
     ]
+
+
+def test_an_answer_that_nobody_fetched_does_not_stay() -> None:
+    run = run_folder()
+    old, new = (run.path / "asked" / f"{name}.answer" for name in ("old", "new"))
+    old.parent.mkdir()
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (0, 0))
+    inside.answer_all(run)
+    assert list(old.parent.iterdir()) == [new]

@@ -212,6 +212,8 @@ def test_keys_and_usage_run_next_to_the_gateway(shell: Shell, cluster: Cluster, 
         ["exec", "one", "keys", "create", "alice", "--rpm", "60"],
         ["exec", "one", "usage", "--json"],
     ]
+    shell("dashboard", "one", "--ray", "0", "--json")
+    assert commands.pop() == ["exec", "one", "dashboard", "one", "--ray", "0", "--inside", "--json"]
     assert "cannot find store" in shell("keys", "list", "--store", "/nowhere")[2]
     assert len(commands) == 2
 

@@ -91,6 +91,8 @@ def _check_keys(other: Machine) -> None:
     assert other.call("keys", "revoke", "nobody", "--deployment", "one").returncode == 2
     done = other.call("usage", "--deployment", "one", "--json")
     assert '"key": "owner"' in done.stdout, done
+    done = other.call("dashboard", "one", "--ray", "0")
+    assert (done.returncode, "its replicas run without Ray" in done.stderr) == (2, True), done
 
 
 def _check_tunnel(other: Machine) -> None:

@@ -52,11 +52,12 @@ def test_a_file_becomes_a_run_that_answers_is_changed_and_ends_without_a_trace(p
     again = call("up", file, "--json")
     assert again.code == 0 and again.events[0]["was_running"] and len(place.world.runs) == 1
 
+    assert "no port of VESSL leads to it" in call("dashboard", "one", "--ray", "0").err
     words = targets.load("vessl").inside(run, ["keys", "create", "anna", "--json"], False)
     made = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
     ask(run, key=json.loads(made.stdout)["key"])
     refused = subprocess.run([*words[:5], "down", "one"], capture_output=True, text=True, timeout=30, check=False)
-    assert refused.returncode == 2 and "only keys and usage run next to" in refused.stderr, (
+    assert refused.returncode == 2 and "only keys, usage, dashboard run next to" in refused.stderr, (
         "the control port runs nothing else"
     )
     assert call("chat", "one", "--message", "hello").out, "the chat makes a key of its own"
