@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from hosts import Host, Hosts
 from hosts_fixtures import require_hosts
-from launching import Place, a_place, call, wait_until
+from launching import HANG_S, Place, a_place, call, wait_until
 
 from penstock import targets
 from penstock.deployment import observe
@@ -33,7 +33,6 @@ from penstock.testing.fake_workbench.server import PROJECT, Workbench
 from penstock.testing.fake_workbench.workloads import APP_PORT, READONLY_PORT
 
 DOMAIN = "cml.test"
-PLACE_S = 240.0
 SUBDOMAINS = ("penstock-one", "penstock-one-ui", "penstock-two")
 # What a pod has besides its script: the project's file system, a small /dev/shm, and the proxy next to the engine.
 _SET_UP = """
@@ -271,7 +270,7 @@ def workbench_place(
     forget = fresh_targets()
     with (
         on_this_network(pod_hosts.own_address, tmp_path, monkeypatch),
-        a_place(tmp_path, deadline_s=getattr(request.module, "PLACE_S", PLACE_S)) as place,
+        a_place(tmp_path, deadline_s=getattr(request.module, "PLACE_S", HANG_S)) as place,
     ):
         yield place
     forget()

@@ -43,7 +43,8 @@ from penstock.wire.answers import Reply
 from penstock.wire.client import Client
 
 DEADLINE_S = 120.0  # the tests of a run share two cores: limits end a hang and judge no speed
-SOON_S = 60.0
+SOON_S = 120.0
+HANG_S = 600.0  # of a whole test
 PROMPT = "tell me a story"
 
 
@@ -241,7 +242,7 @@ class Place:
 
 
 @contextlib.contextmanager
-def a_place(folder: Path, deadline_s: float = 2 * DEADLINE_S) -> Iterator[Place]:
+def a_place(folder: Path, deadline_s: float = HANG_S) -> Iterator[Place]:
     """A place to start deployments in, with a home of its own and a deadline, and checked to leave nothing."""
     home = folder / "home"
     place = Place(folder)

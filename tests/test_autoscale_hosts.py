@@ -26,7 +26,7 @@ pytestmark = pytest.mark.hosts
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setattr(launching, "DEADLINE_S", 120.0)
     targets.load.cache_clear()
-    with a_place(tmp_path, deadline_s=300.0) as ours:
+    with a_place(tmp_path) as ours:
         yield ours
 
 

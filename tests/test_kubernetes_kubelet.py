@@ -22,7 +22,6 @@ from test_kubernetes_target import file_for, kinds_left, place  # noqa: F401 - f
 from penstock.text import GIB, MIB
 
 pytestmark = [pytest.mark.hosts, pytest.mark.nightly, pytest.mark.xdist_group("kubernetes")]
-PLACE_S = 480.0  # 90 s on a quiet machine, 230 s on a busy one; the kubelet deletes a pod up to 10 s after its end
 RUN = "/penstock/runs/one"
 CONTAINERS = {"replica": "node", "gateway": "gateway", "controller": "controller"}
 LIMITS = {"replica": GIB, "gateway": 1536 * MIB, "controller": 512 * MIB}

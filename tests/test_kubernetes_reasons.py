@@ -217,7 +217,7 @@ def test_the_rights_that_the_check_asks_for_are_enough_for_a_whole_life(
     monkeypatch.setenv("PATH", kubernetes.env["PATH"])
     monkeypatch.setenv("KUBECONFIG", str(kubernetes.cluster.kubeconfig("alice", kubernetes.name)))
     targets.load.cache_clear()
-    with a_place(tmp_path, deadline_s=150.0) as place:
+    with a_place(tmp_path) as place:
         block = {"image": "own", "cpus_per_node": 1, "memory": "1Gi"}
         file = place.write("one", target="kubernetes", kubernetes=block, gateway={"auth": "keys", "port": 8000})
         done = call("up", file)

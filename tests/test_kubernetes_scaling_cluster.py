@@ -24,7 +24,6 @@ from penstock.targets.kubernetes.scaling import GAUGE
 from penstock.wire.client import Client
 
 pytestmark = [pytest.mark.hosts, pytest.mark.xdist_group("kubernetes")]
-PLACE_S = 300.0
 HPA = "/apis/autoscaling/v1"
 
 

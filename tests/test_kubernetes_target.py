@@ -25,14 +25,11 @@ START_S = 60.0
 
 
 @pytest.fixture
-def place(
-    tmp_path: Path, kubernetes: Namespace, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Iterator[Place]:
-    """A module may say how long its tests may last: PLACE_S."""
+def place(tmp_path: Path, kubernetes: Namespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     for name, value in kubernetes.env.items():
         monkeypatch.setenv(name, value)
     targets.load.cache_clear()
-    with a_place(tmp_path, deadline_s=getattr(request.module, "PLACE_S", 150.0)) as place:
+    with a_place(tmp_path) as place:
         yield place
     targets.load.cache_clear()
     wait_until(lambda: kinds_left(kubernetes) == [], f"nothing of ours is left: {kinds_left(kubernetes)}")

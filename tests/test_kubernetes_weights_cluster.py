@@ -133,7 +133,7 @@ def place(tmp_path: Path, kubernetes: Namespace, hub: HubServer, monkeypatch: py
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     targets.load.cache_clear()
-    with a_place(tmp_path, deadline_s=150.0) as place:
+    with a_place(tmp_path) as place:
         yield place
     targets.load.cache_clear()
 

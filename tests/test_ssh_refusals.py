@@ -20,7 +20,7 @@ pytestmark = pytest.mark.hosts
 
 @pytest.fixture
 def place(tmp_path: Path, hosts: Hosts) -> Iterator[Place]:
-    with a_place(tmp_path, deadline_s=60.0) as ours:
+    with a_place(tmp_path) as ours:
         yield ours
 
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.hosts
 
 @pytest.fixture
 def place(tmp_path: Path, hosts: Hosts) -> Iterator[Place]:
-    with a_place(tmp_path, deadline_s=120.0) as ours:
+    with a_place(tmp_path) as ours:
         yield ours
 
 
@@ -234,7 +234,7 @@ def test_a_replica_over_two_hosts_comes_back_after_a_power_loss(place: Place, ho
 
 
 def test_a_laptop_that_reaches_the_hosts_by_a_jump_alone(tmp_path: Path, login_hosts: Hosts) -> None:
-    with a_place(tmp_path, deadline_s=60.0) as place:
+    with a_place(tmp_path) as place:
         for host in login_hosts:  # a model that the laptop has not
             host.run(["cp", "-r", str(BUNDLED), "/root/model"])
         run = place.up(write(place, login_hosts, replicas=2, model="/root/model"))

@@ -43,7 +43,7 @@ LEFTOVERS = "/tmp/penstock-* /dev/shm/*"
 def place(tmp_path: Path, ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setattr(launching, "DEADLINE_S", 120.0)
     targets.load.cache_clear()
-    with a_place(tmp_path, deadline_s=240.0) as found:
+    with a_place(tmp_path) as found:
         yield found
     dashboard = Dashboard(ray_cluster.url)
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import DEADLINE_S, Place, a_place, wait_until
+from launching import Place, a_place, wait_until
 
 from penstock.targets import load, waiting
 from penstock.targets.vessl import runs, services
@@ -53,7 +53,7 @@ def two_ports() -> int:
 
 
 @contextlib.contextmanager
-def rented(folder: Path, deadline_s: float = 2 * DEADLINE_S) -> Iterator[Rented]:
+def rented(folder: Path) -> Iterator[Rented]:
     """All that was started there is gone at the end."""
     with pytest.MonkeyPatch.context() as patch, FakeVessl(folder / "vessl") as vessl:
         for name, value in vessl.variables.items():
@@ -62,7 +62,7 @@ def rented(folder: Path, deadline_s: float = 2 * DEADLINE_S) -> Iterator[Rented]
             patch.setattr(life, "_FRESH_S", 0.2)
         patch.setattr(waiting, "LOOK_S", 0.1)
         load.cache_clear()  # it remembers where it looked
-        with a_place(folder, deadline_s) as place:
+        with a_place(folder) as place:
             ours = Rented(place, vessl)
             yield ours
         wait_until(lambda: not ours.leftovers(), f"nothing is left: {ours.leftovers()}")
