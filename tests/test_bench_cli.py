@@ -277,7 +277,7 @@ def test_an_engine_ends_with_the_command(number: signal.Signals, large_vocabular
         assert time.monotonic() < deadline and child.poll() is None
         time.sleep(0.05)
     child.send_signal(number)
-    assert child.wait(30) == 128 + number
+    assert child.wait(60) == 128 + number
     folder = logs[0].parent
     assert not folder.exists()
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]

@@ -403,7 +403,7 @@ def test_ctrl_c_and_a_kill_leave_the_result_so_far(number: signal.Signals, tmp_p
         while (len(slow.seen) < 20 or reads.stat().st_size < 1000) and time.monotonic() < deadline:
             time.sleep(0.02)
         running.send_signal(number)
-        running.communicate(timeout=20)
+        running.communicate(timeout=60)
     is_killed = number == signal.SIGKILL
     assert running.returncode == (-number if is_killed else 130) and reads.exists() is is_killed
     assert main.run(["bench", "report", str(tmp_path)]) == 0

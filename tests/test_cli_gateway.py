@@ -133,7 +133,7 @@ def test_store_that_cannot_be_opened_is_told_before_anybody_is_sent_here(workers
     store = ("--auth", "keys", "--store", str(tmp_path / "absent" / "x.db"))
     with running(gateway_argv("--workers", workers, *UPSTREAM, *store)) as gateway:
         assert "could not use store" in begin(gateway)["error"]["message"]  # and no address
-        assert gateway.wait(20) == 2
+        assert gateway.wait(60) == 2
 
 
 @contextlib.contextmanager
@@ -154,7 +154,7 @@ def test_second_signal_ends_it_at_once_with_1(workers: int) -> None:
         gateway.send_signal(signal.SIGTERM)
         read_until(gateway, "draining", workers)
         gateway.send_signal(signal.SIGTERM)
-        assert gateway.wait(10) == 1
+        assert gateway.wait(60) == 1
 
 
 @pytest.mark.processes
@@ -164,4 +164,4 @@ def test_ctrl_c_which_a_terminal_sends_to_every_process_is_one_signal() -> None:
         read_until(gateway, "stopped, 0 requests cut", 1)  # by the worker that holds nothing
         assert gateway.poll() is None
         os.killpg(gateway.pid, signal.SIGINT)
-        assert gateway.wait(10) == 1
+        assert gateway.wait(60) == 1

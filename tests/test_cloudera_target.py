@@ -18,7 +18,6 @@ from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_workbench.server import Workbench
 
 pytestmark = pytest.mark.hosts
-START_S = 60.0
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def place(workbench_place: Place) -> Place:
 
 def test_cloudera_keeps_the_contract_of_targets(place: Place, workbench: Workbench) -> None:
     run, launch = place.written(file_for(place, workbench))
-    check_target(targets.load("cloudera"), run, launch, sys.executable, lambda: left(workbench), START_S)
+    check_target(targets.load("cloudera"), run, launch, sys.executable, lambda: left(workbench))
 
 
 def test_a_deployment_lives_in_the_project(place: Place, workbench: Workbench) -> None:

@@ -129,7 +129,7 @@ def test_a_system_without_openmp_serves_with_the_runtime_of_a_wheel(tmp_path: Pa
         assert not hide or (tmp_path / "libgomp.so.1").is_symlink()
     finally:
         engine.terminate()
-        engine.communicate(timeout=30)
+        engine.communicate(timeout=60)
 
 
 @pytest.mark.llamacpp
@@ -142,5 +142,5 @@ def test_an_engine_that_is_told_to_stop_as_it_begins_to_listen_ends() -> None:
         assert engine.stderr is not None
         assert any("penstock: listening" in line for line in engine.stderr)
         engine.terminate()
-        engine.communicate(timeout=30)
+        engine.communicate(timeout=60)
         assert engine.returncode == 0

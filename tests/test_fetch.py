@@ -130,7 +130,7 @@ def test_one_process_fetches_the_bundled_model_and_another_waits_for_it(tmp_path
         waiting = subprocess.Popen([*argv, "--wait"], stdout=subprocess.PIPE, text=True)
         done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert waiting.communicate(timeout=30)[0].endswith("weights complete\n")
+        assert waiting.communicate(timeout=60)[0].endswith("weights complete\n")
         n_asked = len(server.asked)
         again = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
         assert again.stdout == "weights complete: fetched before\n" and len(server.asked) == n_asked

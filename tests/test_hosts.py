@@ -56,7 +56,7 @@ def test_hosts_share_only_the_cluster_file_system_and_a_reset_makes_them_new(hos
     assert there.env["COLOUR"] == "blue" and there.pid != there.outer_pid
     assert not [process for process in hosts[1].processes() if process.argv == ["sleep", "77"]]
     sleeper.terminate()
-    assert sleeper.wait(5) == -signal.SIGTERM
+    assert sleeper.wait(60) == -signal.SIGTERM
     hosts.reset()
     assert not hosts[0].run(["ls", "/tmp/penstock-mine", "/root/penstock-mine"], check=False).stdout
 

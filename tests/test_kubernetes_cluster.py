@@ -96,7 +96,7 @@ def test_kubectl_forwards_ports_and_executes_and_ends_with_the_pod(kubernetes: N
             with urllib.request.urlopen(f"http://127.0.0.1:{port[1]}/") as answer:
                 assert answer.status == 200
             pod.evict()
-            assert process.wait(10) == 1
+            assert process.wait(60) == 1
         finally:
             process.kill()
     kubernetes.wait(lambda: pod.status.get("reason") == "Evicted", "the reason")

@@ -156,13 +156,13 @@ def test_a_pod_on_a_lost_node_is_to_be_deleted_by_force_after_its_grace(
     host = one.says("placed").where
     assert host is not None
     kubernetes.cluster.node(host).lose()
-    one.says("placed", f"node {host} does not answer", timeout_s=30)
-    placement = one.says("broken", f"node {host} does not answer", timeout_s=30)
+    one.says("placed", f"node {host} does not answer", timeout_s=60)
+    placement = one.says("broken", f"node {host} does not answer", timeout_s=60)
     assert not placement.is_repaired_by_target
     (pod,) = one.api.list("Pod", {"set": "one"})
     assert words.is_lost(pod, time.time(), one.api.list("Event")), "also where nodes cannot be read"
     one.api.delete("Pod", "one-0", grace_s=0)
-    assert one.says("placed", timeout_s=20).where != host
+    assert one.says("placed", timeout_s=60).where != host
 
 
 def deployment(n_gpus: int, **more: Any) -> Deployment:

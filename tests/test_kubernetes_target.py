@@ -55,7 +55,7 @@ def file_for(place: Place, **fields: Any) -> Path:
 
 def test_kubernetes_keeps_the_contract_of_targets(place: Place, kubernetes: Namespace) -> None:
     run, launch = place.written(file_for(place))
-    check_target(targets.load("kubernetes"), run, launch, sys.executable, lambda: kinds_left(kubernetes), START_S)
+    check_target(targets.load("kubernetes"), run, launch, sys.executable, lambda: kinds_left(kubernetes))
 
 
 def test_a_deployment_lives_in_the_cluster(place: Place, kubernetes: Namespace) -> None:

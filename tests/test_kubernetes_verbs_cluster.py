@@ -78,7 +78,7 @@ def test_every_verb_works_from_another_machine(place: Place, kubernetes: Namespa
     follower = subprocess.Popen(other.argv("logs", "one", "-f"), env=other.env, stdout=subprocess.PIPE, text=True)
     done_there = other.call("down", "one")
     assert (done_there.returncode, "one is down" in done_there.stdout) == (0, True), done_there
-    out = follower.communicate(timeout=30)[0]
+    out = follower.communicate(timeout=60)[0]
     assert (follower.returncode, "[1] " in out) == (0, True), "what is followed ends with the deployment"
     assert kinds_left(kubernetes) == []
     assert call("status", "one").out.startswith("one is down"), "the first machine sees that it is gone"
@@ -104,7 +104,7 @@ def _check_tunnel(other: Machine) -> None:
         assert Client(url, key).chat([{"role": "user", "content": "a b"}], max_tokens=2).text == "1:a 2:b"
     finally:
         child.send_signal(signal.SIGINT)
-        assert child.wait(10) == 0
+        assert child.wait(60) == 0
 
 
 def _check_watching(other: Machine) -> None:
@@ -127,7 +127,7 @@ def _check_watching(other: Machine) -> None:
         assert (snapshot["deployment"], snapshot["now"]["n_desired"]) == ("one", 2)
     finally:
         child.send_signal(signal.SIGINT)
-        assert child.wait(10) == 0
+        assert child.wait(60) == 0
 
 
 def _check_chat_page(other: Machine) -> None:
@@ -143,7 +143,7 @@ def _check_chat_page(other: Machine) -> None:
             assert json.load(answer)["models"][0]["id"] == "one"
     finally:
         child.send_signal(signal.SIGINT)
-        assert child.wait(10) == 0
+        assert child.wait(60) == 0
     assert "in its cluster; here: " in other.call("status", "one").stdout
     assert "chat page: serves http://one-gateway:8000" in other.call("logs", "one", "--part", "ui").stdout
 

@@ -45,7 +45,7 @@ def test_a_node_fetches_the_planned_revision_and_announces_how_far_it_is(
 
             rig.until(lambda: words().startswith("fetching 1/2 files, 2 B of 4.8 MiB"), "its progress")
             stopped.send_signal(signal.SIGTERM)
-            assert stopped.wait(30) == 0, "a fetch does not hold a node that is stopped"
+            assert stopped.wait(60) == 0, "a fetch does not hold a node that is stopped"
             hub.is_open.set()
             hub.asked.clear()
             rig.node()

@@ -55,7 +55,7 @@ def test_a_node_that_is_ordered_to_leave_drains_and_exits_as_on_sigterm(rig: Rig
     assert leave(rig) == 1, "a second order does not cut the drain short"
     *_, reply = stream
     assert isinstance(reply, Reply) and reply.finish_reason == "length"
-    assert node.wait(20) == 0
+    assert node.wait(60) == 0
 
 
 @pytest.mark.processes
@@ -100,7 +100,7 @@ def test_all_nodes_of_a_replica_leave_on_one_order_and_their_successors_stay(rig
 def test_a_rank_whose_first_node_never_came_leaves_too(rig: Rig) -> None:
     node = rig.node(1)
     leave(rig)
-    assert node.wait(20) == 0
+    assert node.wait(60) == 0
 
 
 @pytest.mark.parametrize(("host", "rank"), [("chat-0", 0), ("chat-7b-12", 12), ("chat-3.chat.svc.cluster.local", 3)])
@@ -151,7 +151,7 @@ def test_an_engine_that_fails_to_start_leaves_no_shared_memory(tmp_path: Path) -
     try:
         node = rig.node(0)
         rig.until(segment.exists, "the engine makes its segment")
-        assert node.wait(30) == 1
+        assert node.wait(60) == 1
         assert not segment.exists()
     finally:
         rig.close()

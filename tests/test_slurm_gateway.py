@@ -146,7 +146,7 @@ def test_from_a_laptop_the_tunnel_leads_to_the_job(desk: Desk, tmp_path: Path) -
             assert answer.status == 200 and "127.0.0.1" not in desk.status()["ui"]["url"]
     finally:
         child.send_signal(signal.SIGINT)
-        assert child.wait(10) == 0
+        assert child.wait(60) == 0
     assert laptop.call("down").returncode == 0
     assert desk.left() == []
 

@@ -33,7 +33,7 @@ def leftovers():
 prepared = prepare.prepare(reading.load(Path(sys.argv[1])))
 run = start.write_run(prepared)
 launch = Launch("one", prepared.plan, ("http://127.0.0.1:1",), str(run.admin_token_file), listen="network")
-check_target(targets.load("slurm"), run, launch, sys.executable, leftovers, settle_s=30.0)
+check_target(targets.load("slurm"), run, launch, sys.executable, leftovers)
 """
 
 

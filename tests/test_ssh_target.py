@@ -86,7 +86,7 @@ def test_status_logs_scale_and_down(place: Place, hosts: Hosts) -> None:
         assert follower.stdout is not None
         assert follower.stdout.readline()
         assert call("down", "one").code == 0
-        assert follower.wait(20) == 0, "the connections that `down` closed are no error"
+        assert follower.wait(60) == 0, "the connections that `down` closed are no error"
     assert "shutdown complete" in call("logs", "one").out
     until(lambda: left_on(hosts) == [], "nothing is left")
 
@@ -132,7 +132,7 @@ def test_a_cut_link_is_told_and_when_it_is_mended_the_same_engine_goes_on(place:
         assert follower.stdout is not None
         assert follower.stdout.readline()
         hosts[0].cut()
-        assert follower.wait(30) == 1
+        assert follower.wait(60) == 1
         assert follower.stderr is not None
         assert "node1 cannot be reached over ssh: " in follower.stderr.read()
     unread = call("logs", "one")

@@ -85,7 +85,7 @@ def test_ray_keeps_the_contract_of_targets(place: Place, ray_cluster: RayCluster
         left = [f"{host}: {pids}" for role in roles for host, pids in on_hosts(ray_cluster, run, role).items() if pids]
         return left + [job for job in Dashboard(ray_cluster.url).jobs() if run.record().id in job]
 
-    check_target(targets.load("ray"), run, launch, sys.executable, leftovers, 30.0)
+    check_target(targets.load("ray"), run, launch, sys.executable, leftovers)
 
 
 def test_a_deployment_lives_on_the_cluster_and_shows_its_token_to_nobody(place: Place, ray_cluster: RayCluster) -> None:

@@ -25,4 +25,4 @@ def place(tmp_path: Path) -> Iterator[Rented]:
 def test_vessl_keeps_the_contract_of_targets(place: Rented) -> None:
     run, launch = place.place.written(place.write())
     launch = Launch("one", launch.plan, launch.announce_urls, launch.token_file)
-    check_target(targets.load("vessl"), run, launch, sys.executable, place.leftovers, settle_s=20.0)
+    check_target(targets.load("vessl"), run, launch, sys.executable, place.leftovers)

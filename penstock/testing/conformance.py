@@ -18,13 +18,11 @@ from penstock.targets import Capability, Placement, Target
 Leftovers = Callable[[], Sequence[str]]
 
 _SURVEY_S = 60.0
-_END_S = 15.0
+_WAIT_S = 60.0  # ends a hang
 _ZERO, _ONE, _GATEWAY = replica("0"), replica("1"), Unit("gateway", "0")
 
 
-def check_target(
-    target: Target, run: Run, launch: Launch, python: str, leftovers: Leftovers, settle_s: float = 10.0
-) -> None:
+def check_target(target: Target, run: Run, launch: Launch, python: str, leftovers: Leftovers) -> None:
     """Run the whole contract of `Target` against one target. Blocks for a few seconds; leaves nothing behind."""
     check_render_is_pure(target, launch, python, run.deployment())
     assert target.capabilities <= set(get_args(Capability)), "every capability is one that penstock knows"
@@ -33,22 +31,22 @@ def check_target(
     check_survey(target, run.deployment())
     try:
         handle = _place(target, run, _ZERO)
-        _wait(lambda: _states(target, run) == {_ZERO: "placed"}, settle_s, "replica 0 is placed")
+        _wait(lambda: _states(target, run) == {_ZERO: "placed"}, "replica 0 is placed")
         assert _place(target, run, _ZERO) == handle, "placing what is placed changes nothing"
         _place(target, run, _ZERO, _ONE)
-        _wait(lambda: _states(target, run).get(_ONE) == "placed", settle_s, "replica 1 is placed too")
+        _wait(lambda: _states(target, run).get(_ONE) == "placed", "replica 1 is placed too")
         _place(target, run, _ONE)
         assert _states(target, run) == {_ONE: "placed"}, "what is not named is ended"
         if "places-gateway" in target.capabilities:
-            _check_gateway(target, run, settle_s)
-        _check_logs(target, run, settle_s)
+            _check_gateway(target, run)
+        _check_logs(target, run)
         target.keep_up(run)
     finally:
         target.end(run, grace_s=5.0)
     assert set(_states(target, run).values()) <= {"gone"}, "after the end every unit is gone"
     target.end(run, grace_s=0.1)
-    _wait(lambda: not leftovers(), _END_S, f"an end leaves nothing, also when repeated: {leftovers()}")
-    check_damaged_run_ends(target, run, leftovers, settle_s)
+    _wait(lambda: not leftovers(), f"an end leaves nothing, also when repeated: {leftovers()}")
+    check_damaged_run_ends(target, run, leftovers)
 
 
 def check_render_is_pure(target: Target, launch: Launch, python: str, deployment: Deployment) -> None:
@@ -66,31 +64,31 @@ def check_survey(target: Target, deployment: Deployment) -> None:
     assert answers == [(0, ["42", str(rank)]) for rank in range(len(rows))], f"every node answers: {rows}"
 
 
-def check_damaged_run_ends(target: Target, run: Run, leftovers: Leftovers, settle_s: float) -> None:
+def check_damaged_run_ends(target: Target, run: Run, leftovers: Leftovers) -> None:
     run.write_handle(Handle(target.name))
     try:
         _place(target, run, _ZERO)
-        _wait(lambda: _states(target, run) == {_ZERO: "placed"}, settle_s, "replica 0 is placed after an end")
+        _wait(lambda: _states(target, run) == {_ZERO: "placed"}, "replica 0 is placed after an end")
         assert leftovers(), "what runs is seen by `leftovers`"
         (run.path / "handle.json").write_text('{"target": ')
     finally:
         target.end(run, grace_s=5.0)
-    _wait(lambda: not leftovers(), _END_S, f"an end without a handle leaves nothing: {leftovers()}")
+    _wait(lambda: not leftovers(), f"an end without a handle leaves nothing: {leftovers()}")
 
 
-def _check_logs(target: Target, run: Run, settle_s: float) -> None:
-    _wait(lambda: any(target.logs(run, _ONE, follow=False)), settle_s, "the replica's log has lines")
+def _check_logs(target: Target, run: Run) -> None:
+    _wait(lambda: any(target.logs(run, _ONE, follow=False)), "the replica's log has lines")
     first = list(itertools.islice(target.logs(run, _ONE, follow=True), 1))
     assert first, "a followed log yields what is there already"
 
 
-def _check_gateway(target: Target, run: Run, settle_s: float) -> None:
+def _check_gateway(target: Target, run: Run) -> None:
     """The capability "places-gateway": it runs, has written its address, and is ended when it is not named."""
     _place(target, run, _ONE, _GATEWAY)
-    _wait(lambda: _states(target, run).get(_GATEWAY) == "placed", settle_s, "the gateway is placed")
-    _wait(run.gateway_address_file.exists, settle_s, "the gateway has written its address")
+    _wait(lambda: _states(target, run).get(_GATEWAY) == "placed", "the gateway is placed")
+    _wait(run.gateway_address_file.exists, "the gateway has written its address")
     assert run.gateway_address().unit == _GATEWAY.name, "the address tells which gateway it is of"
-    _check_logs(target, run, settle_s)  # a node may wait for the gateway before it starts its engine
+    _check_logs(target, run)  # a node may wait for the gateway before it starts its engine
     _place(target, run, _ONE)
     assert _GATEWAY not in _states(target, run), "a gateway that is not named is ended"
 
@@ -106,8 +104,8 @@ def _states(target: Target, run: Run) -> dict[Unit, str]:
     return {unit: placement.state for unit, placement in placements.items()}
 
 
-def _wait(is_so: Callable[[], bool], timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
+def _wait(is_so: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + _WAIT_S
     while not is_so():
-        assert time.monotonic() < deadline, f"expected within {timeout_s:.0f} s: {what}"
+        assert time.monotonic() < deadline, f"expected within {_WAIT_S:.0f} s: {what}"
         time.sleep(0.05)
