@@ -295,7 +295,7 @@ def test_a_load_test_measures_it(live: Live, tmp_path: Path) -> None:
     result = measured(done.returncode, done.stdout)
     assert (result["completed"], result["failed"]) == (12, 0)
     assert 12 <= result["total_output_tokens"] <= 96
-    assert 0 < result["median_ttft_ms"] <= result["median_e2el_ms"]
+    assert 0 < result["max_ttft_ms"] <= result["max_e2el_ms"]  # an answer without text has no TTFT
     assert sum(result["replicas"].values()) == 12
     # What was launched is kept beside what was measured, and the page shows both.
     plan = json.loads((tmp_path / "out" / "plan.json").read_text("utf-8"))
