@@ -42,17 +42,18 @@ def run_script(workbench: Workbench, script: str) -> Any:
     return loads.runs[run["id"]]
 
 
-UP = """
+VERBS = """
 import subprocess, sys
-done = subprocess.run([sys.executable, "-m", "penstock", *WORDS], capture_output=True, text=True)
-open("/home/cdsw/said", "w").write(done.stdout + done.stderr)
+with open("/home/cdsw/said", "w") as said:
+    for words in VERBS:
+        subprocess.run([sys.executable, "-m", "penstock", *words.split()], stdout=said, stderr=said)
 """
 
 
-def run_words(workbench: Workbench, *words: str) -> Any:
-    """`penstock WORDS` in a session; what it says at its end is in the project's file "said"."""
-    (workbench.pods.folder / "words.py").write_text(f"WORDS = {list(words)!r}\n{UP}")
-    return run_script(workbench, "words.py")
+def run_verbs(workbench: Workbench, *verbs: str) -> Any:
+    """These verbs one after another in a session; what they say is in the project's file "said"."""
+    (workbench.pods.folder / "verbs.py").write_text(f"VERBS = {list(verbs)!r}\n{VERBS}")
+    return run_script(workbench, "verbs.py")
 
 
 def said(workbench: Workbench) -> str:
@@ -60,26 +61,26 @@ def said(workbench: Workbench) -> str:
 
 
 def test_a_session_that_is_killed_during_up_leaves_the_deployment_to_others(place: Place, workbench: Workbench) -> None:
-    file = file_for(place, workbench, engine={"args": {"load-s": 10}})
+    file = file_for(place, workbench, engine={"args": {"load-s": 8}})
     block = yaml.safe_load(file.read_text())
     del block["cloudera"]["project"]
     (workbench.pods.folder / "one.yaml").write_text(yaml.safe_dump(block))
-    first = run_words(workbench, "up", "one.yaml")
+    first = run_verbs(workbench, "up one.yaml")
     address = workbench.pods.folder / ".penstock" / "runs" / "one" / "gateway" / "address.json"
     wait_until(lambda: address.exists(), "the gateway runs", SOON_S)
+    words = "this session ends after 60 idle minutes (IDLE_MAXIMUM_MINUTES) and after 10080 minutes in all"
+    wait_until(lambda: f"warning: {words}" in said(workbench), "`up` says what ends the session", SOON_S)
+    assert said(workbench).count(words) == 1 and "the deployment goes on" in said(workbench)
     assert first.pod is not None and not first.is_over, "`up` still waits"
     first.pod.kill()  # all of it at once
     done = call("up", file, "--json")
     assert done.code == 0 and done.events[0]["was_running"], done
     run = place.run()
     wait_ready(run)
-    assert expected_text(PROMPT, 8) in call("chat", "one", "-m", PROMPT, "--max-tokens", 8).out
-    second = run_words(workbench, "status", "one")
-    wait_until(lambda: second.is_over, "another session has asked", SOON_S)
-    assert said(workbench).startswith("one is ready"), said(workbench)
-    third = run_words(workbench, "down", "one")
-    wait_until(lambda: third.is_over, "another session has ended it", SOON_S)
-    assert said(workbench).endswith("one is down\n") and workbench.left() == [], said(workbench)
+    second = run_verbs(workbench, "status one", "down one")
+    wait_until(lambda: second.is_over, "another session has ended it", SOON_S)
+    assert said(workbench).startswith("one is ready") and said(workbench).endswith("one is down\n"), said(workbench)
+    assert workbench.left() == []
     assert now(run).phase == "down", "also for the laptop"
     shutil.rmtree(workbench.pods.folder / ".penstock" / "runs")  # the session's own run folder, for its logs
 
