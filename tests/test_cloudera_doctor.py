@@ -108,7 +108,7 @@ def test_the_project_must_have_room_for_the_weights_and_its_speed_is_the_least_l
     [
         (Stream(200, 39.9, 40.1, True), PASSED, "warning", "held back: its first event came after 39.9 s"),
         (Stream(200, 0.1, 30.0), Stream(200, 0.1, 30.0), "warning", "a stream is cut after 30.0 s"),
-        (PASSED, Stream(200, 0.1, 30.0), "warning", "a stream that is silent is cut after 30.0 s"),
+        (PASSED, Stream(200, 0.1, 30.0), "warning", "what is silent is cut after 30.0 s"),
         (Stream(302), Stream(302), "bad", "asks for a login where the API key was sent"),
         (Stream(error="Name or service not known"), PASSED, "warning", "was not reached: Name or service"),
     ],

@@ -196,7 +196,8 @@ def _streams(talking: Stream, silent: Stream, stream_s: float, is_public: bool) 
         yield Finding("proxy", "warning", f"a stream is cut after {show_seconds(talking.whole_s)}", _TIMEOUT)
         return
     if not silent.is_whole:
-        words = f"a stream that is silent is cut after {show_seconds(silent.whole_s)}: a long prompt may be"
+        # The gateway's own streams are never silent for longer than a comment's 10 s.
+        words = f"what is silent is cut after {show_seconds(silent.whole_s)}: answers without `stream` may be"
         yield Finding("proxy", "warning", words, _TIMEOUT)
     elif not held:
         words = f"streams pass as they are written, for {show_seconds(stream_s)}, also when silent"
