@@ -199,7 +199,7 @@ def test_up_tells_its_events_as_json(place: Place) -> None:
     run = place.run()
     facts = {"name": "one", "url": run.url, "was_running": False, "key": None, "warnings": []}
     assert first == {"event": "submitted", **facts}
-    assert last == {"event": "ready", "name": "one", "url": run.url, "key": None}
+    assert last == {"event": "ready", "name": "one", "url": run.url, "login": None, "key": None}
     assert {event["event"] for event in progress} == {"progress"}
     stages = [event["progress"]["stage"] for event in progress if event["progress"]]
     assert "weights" in stages
