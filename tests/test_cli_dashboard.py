@@ -14,7 +14,8 @@ import pytest
 from nodes_rig import TOKEN, Rig, plan_for
 from samples import deployment, run_folder
 
-from penstock.cli import dashboard, main
+from penstock.cli import main
+from penstock.node.group import rendezvous
 from penstock.node.group.addresses import Formation, GroupNode
 from penstock.run_folder import Desired, Run, State
 from penstock.wire.announcement import engine_key, scrape_key
@@ -109,7 +110,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 def test_the_token_of_rays_dashboard_is_printed_only_when_it_is_asked_for(
     shell: Shell, keyed: Run, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dashboard, "_POST_LIVES_S", 600.0)
+    monkeypatch.setattr(rendezvous, "GONE_AFTER_S", 600.0)
     assert "its replicas run without Ray" in shell("dashboard", "keyed", "--ray", "1")[2]
     (keyed.path / "plan.json").write_bytes(msgspec.json.encode(rig.plan))
     keyed.admin_token_file.write_text(TOKEN)

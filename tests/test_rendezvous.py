@@ -127,7 +127,7 @@ class Group(NamedTuple):
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that is silent for one second, not six, is gone."""
-    monkeypatch.setattr(rendezvous, "_GONE_AFTER_S", 1.0)
+    monkeypatch.setattr(rendezvous, "GONE_AFTER_S", 1.0)
     monkeypatch.setattr(rendezvous, "_POST_EVERY_S", 0.1)
 
 

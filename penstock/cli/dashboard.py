@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ANSWER_S = 10.0
-_POST_LIVES_S = 6.0  # nodes renew it twice a second
 
 
 class PageAddress(NamedTuple):
@@ -114,13 +113,14 @@ def _ray_token(admin_url: str, admin_token: str, replica: str) -> str | None:
     """What the replica's first node tells the others by the board, while its Ray runs.  Raises PenstockError."""
     import msgspec
 
+    from penstock.node.group.rendezvous import GONE_AFTER_S
     from penstock.wire.announcement import PostView
     from penstock.wire.gateways import ask_each, clients
 
     gateways = clients(admin_url, admin_token, _ANSWER_S)
     boards = ask_each(gateways, lambda gateway: gateway.get_json("/admin/board"))
     for row in (row for board in boards for row in msgspec.convert(board, list[PostView])):
-        if (row.post.replica, row.post.rank) == (replica, 0) and row.age_s < _POST_LIVES_S:
+        if (row.post.replica, row.post.rank) == (replica, 0) and row.age_s < GONE_AFTER_S:
             return row.post.content.get("formation", {}).get("ray_token") or None
     return None
 

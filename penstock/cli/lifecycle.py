@@ -141,8 +141,8 @@ def _up(options: argparse.Namespace) -> int:
                 _undo(deployment.name)
         raise
     if options.json:
-        address = {"url": reachable.shown_url(run), "login": reachable.login(run)}
-        facts = {"name": started.name, **address, "key": started.key}
+        shown = reachable.shown(run)
+        facts = {"name": started.name, "url": shown.url, "login": shown.login, "key": started.key}
         print_json({"event": "ready", **facts})
     else:
         print(status_text.ready_text(run, state, started))
@@ -242,11 +242,11 @@ def _facts(run: Run, state: State) -> dict[str, Any]:
 
     from penstock.deployment import observe, reachable
 
-    deployment, plan = run.deployment(), run.plan()
+    deployment, plan, shown = run.deployment(), run.plan(), reachable.shown(run)
     return {
         "name": run.name,
-        "url": reachable.shown_url(run),
-        "login": reachable.login(run),
+        "url": shown.url,
+        "login": shown.login,
         "auth": deployment.gateway.auth,
         "model": deployment.model,
         "target": deployment.target,

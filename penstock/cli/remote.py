@@ -123,13 +123,12 @@ def _with_name(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
     if len(names) != 1 or not names[0]:
         return None
     name = names[0]
-    is_ray = getattr(options, "ray_replica", None) is not None
-    verb = "usage" if is_ray else options.verb_name  # it too runs next to the gateway
+    is_ray = getattr(options, "ray_replica", None) is not None  # runs next to the gateway, as `keys` does
     login = remote.remembered(name)
-    if login is not None and verb not in (*_HELD, *_THROUGH_TUNNEL):
+    if login is not None and (is_ray or options.verb_name not in (*_HELD, *_THROUGH_TUNNEL)):
         return remote.run(login, list(argv) if typed else _named(argv, options, name), _is_terminal())
     port = _port(options, name)
-    gateway = _in_target(_run_of(name), verb) if login is None else _on_login_node(login, name)
+    gateway = _in_target(_run_of(name), options.verb_name) if login is None else _on_login_node(login, name)
     if gateway is None:
         return None
     if is_ray:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _SHOWN_STARTS = 8
-_WEEK_S = 6 * 86400.0
+_WEEKDAY_S = 6 * 86400.0  # for so long a weekday alone says which
 
 
 def command_name() -> str:
@@ -154,8 +154,8 @@ def list_text(rows: Sequence[tuple[Run, State]]) -> str:
         n_ready = sum(replica.state == "ready" for replica in state.replicas)
         count = f"{n_ready}/{state.desired_replicas}"
         plan = run.plan()
-        login = reachable.login(run)
-        address = f"{reachable.shown_url(run) or '-'}{f' behind {_short_login(login)}' if login is not None else ''}"
+        url, _, login = reachable.shown(run)
+        address = f"{url or '-'}{f' behind {_short_login(login)}' if login is not None else ''}"
         cells.append((run.name, state.phase, count, plan.engine, address, plan.model.reference))
     return table(cells, ("NAME", "STATE", "REPLICAS", "ENGINE", "ADDRESS", "MODEL"))
 
@@ -267,14 +267,14 @@ def _page(run: Run, part: Part) -> str:
         return part.note
     if part.url is not None:
         return part.url
-    login, page_url = reachable.login(run), reachable.shown_page_url(run)
+    _, page_url, login = reachable.shown(run)
     if login is not None and page_url is not None:
         return f"{page_url} behind {_short_login(login)}; here: {command_name()} ui {run.name}"
     return f"in its cluster; here: {command_name()} ui {run.name}"
 
 
 def _address(run: Run) -> str:
-    url, login = reachable.shown_url(run), reachable.login(run)
+    url, _, login = reachable.shown(run)
     if url is None:
         return "none yet: its gateway waits"
     if login is not None:
@@ -310,8 +310,8 @@ def _replica_row(replica: ReplicaStatus) -> tuple[str, str, str, str, str]:
 
 
 def _end_words(ends_at: float, ends_by: str | None) -> str:
-    """ "its machines until Sat 19 Dec 14:30 (JOB_MAXIMUM_MINUTES=35000)"; a weekday alone is one of this week."""
-    form = "%a %H:%M" if ends_at - time.time() < _WEEK_S else "%a %d %b %H:%M"
+    """ "its machines until Sat 19 Dec 14:30 (JOB_MAXIMUM_MINUTES=35000)"."""
+    form = "%a %H:%M" if ends_at - time.time() < _WEEKDAY_S else "%a %d %b %H:%M"
     words = f"its machines until {time.strftime(form, time.localtime(ends_at))}"
     return words if ends_by is None else f"{words} ({ends_by})"
 

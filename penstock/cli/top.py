@@ -173,7 +173,7 @@ class _Watcher:
         state = run.state() if snapshot is not None else observe.now_state(run, time.time())
         events = (snapshot.events if snapshot is not None else ()) or run.events(recent=True)[-_N_EVENTS:]
         with contextlib.suppress(PenstockError):
-            address = reachable.shown_url(run)
+            address = reachable.shown(run).url
         self.watched = top_text.join(run.name, snapshot, state, events, address, note)
         self._kept_at = time.monotonic()
         self.has_first.set()

@@ -131,7 +131,7 @@ def up(
         if not started.was_running:
             stop.down(run, now=True)
         raise
-    return RunningDeployment(started.name, reachable.shown_url(run), started.key, started.was_running)
+    return RunningDeployment(started.name, reachable.shown(run).url, started.key, started.was_running)
 
 
 def status(name: str | None = None) -> State:

@@ -4,38 +4,32 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from penstock import targets
 from penstock.deployment.observe import gateways
 from penstock.run_folder import Run
 from penstock.targets.tunnel import local_port
-from penstock.wire.announcement import GatewayAddress
 from penstock.wire.client import Client
 
 
-def shown_url(run: Run) -> str | None:
-    """The gateway's address for people, also one behind a login; None while it is not known."""
-    behind = _behind_login(run)
-    return run.known_url if behind is None else behind.login_url
+class Shown(NamedTuple):
+    """Addresses for people: the gateway's (None while it is not known), and the chat page's where it has a login.
+
+    `login`: what asks for one, and how a client gets past it; None where nothing does.
+    """
+
+    url: str | None
+    page_url: str | None = None
+    login: str | None = None
 
 
-def shown_page_url(run: Run) -> str | None:
-    """The chat page's address behind a login; None where there is none."""
-    behind = _behind_login(run)
-    return None if behind is None else behind.login_page_url
-
-
-def login(run: Run) -> str | None:
-    """What asks for a login in front of these addresses, and how a client gets past it; None where nothing does."""
-    behind = _behind_login(run)
-    return None if behind is None else behind.login
-
-
-def _behind_login(run: Run) -> GatewayAddress | None:
-    if run.known_url is None or not run.places("gateway"):
-        return None
-    address = run.gateway_address()
-    return address if address.login is not None else None
+def shown(run: Run) -> Shown:
+    url = run.known_url
+    address = run.gateway_address() if url is not None and run.places("gateway") else None
+    if address is None or address.login is None:
+        return Shown(url)
+    return Shown(address.login_url, address.login_page_url, address.login)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ Every node reaches the gateway on every target. It keeps the last post of each r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from penstock.wire.announcement import BoardView, Post, PostView
 
 FORGET_AFTER_S = 600.0
@@ -18,7 +20,10 @@ class RankBoard:
 
     def rows(self, now: float) -> tuple[PostView, ...]:
         """The last posts of all ranks of all replicas."""
-        return tuple(PostView(post, round(now - at, 3)) for rows in self._posts.values() for at, post in rows.values())
+        return tuple(view for replica in self._posts for view in self._views(replica, now))
+
+    def _views(self, replica: str, now: float) -> Iterator[PostView]:
+        return (PostView(post, round(now - at, 3)) for at, post in self._posts[replica].values())
 
     def post(self, post: Post, now: float, *, must_leave: bool = False) -> BoardView:
         """Replaces the rank's last post and returns those of every rank.
@@ -38,6 +43,5 @@ class RankBoard:
             else:
                 del self._posts[replica]
         self._successors &= {row.instance for rows in self._posts.values() for _, row in rows.values()}
-        views = (PostView(row, round(now - at, 3)) for at, row in self._posts[post.replica].values())
-        posts = tuple(sorted(views, key=lambda view: view.post.rank))
+        posts = tuple(sorted(self._views(post.replica, now), key=lambda view: view.post.rank))
         return BoardView(round(now - self._began, 3), posts, must_leave and post.instance not in self._successors)

@@ -25,7 +25,7 @@ from penstock.wire.announcement import BoardView, MachineReading, Post, PostView
 
 _POST_EVERY_S = 0.5
 _FORMING_POST_EVERY_S = 0.1  # nodes that form wait for each other's posts
-_GONE_AFTER_S = 6.0
+GONE_AFTER_S = 6.0
 PREPARING = "preparing"  # fetches the model; its post has a note that says how far it is
 _FORMING = ("gather", "here")
 # A copy of weights that is whole is news no more.
@@ -79,13 +79,13 @@ class BoardClient(threading.Thread):
         return {
             row.post.rank: row
             for row in (view.posts if view else ())
-            if row.post.rank != self.rank and row.age_s + min(waited_s, 1.0) < _GONE_AFTER_S
+            if row.post.rank != self.rank and row.age_s + min(waited_s, 1.0) < GONE_AFTER_S
         }
 
     def can_judge(self) -> bool:
         """Whether the board is fresh and old enough that a rank missing from it is gone."""
         with self._changed:
-            is_old = self._view is not None and self._view.age_s > _GONE_AFTER_S
+            is_old = self._view is not None and self._view.age_s > GONE_AFTER_S
             return is_old and time.monotonic() - self._answered_at < 3 * _POST_EVERY_S
 
     def silence_s(self) -> float:

@@ -205,12 +205,12 @@ class ClouderaAi(Target):
     def tunnel(self, run: Run, port: int, kind: Kind = "gateway") -> AbstractContextManager[Tunnel]:
         if not session.is_inside(run) and self._gateway_is_unknown(run):
             raise no_address(run.name)
-        placing.require_gateway(self._workbench_of(run), run)
+        workbench = self._workbench_of(run)
+        placing.require_gateway(workbench, run)
         words = [sys.executable, "-m", "penstock.targets.cloudera.relay", str(run.path), str(port)]
-        url = self._workbench_of(run).url
         return forwarded(
             [*words, *(["ui"] if kind == "ui" else [])], port,
-            lambda complaint: PenstockError(f"could not open a way to {url}", detail=complaint or None),
+            lambda complaint: PenstockError(f"could not open a way to {workbench.url}", detail=complaint or None),
         )  # fmt: skip
 
     def _gateway_is_unknown(self, run: Run) -> bool:
