@@ -103,7 +103,7 @@ staging startup static statistics stats status stop store strategic structs supe
 tab terminal theme timestamps top topology totals trace traces traffic tunnel tunnels
 ui unit upstream upstreams
 validity versions view vision volume
-v1 waiting words worker writer yaml
+v1 waiting words worker world writer yaml
 """
 
 

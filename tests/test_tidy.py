@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -321,3 +321,110 @@ def test_names_of_vllm_are_data_in_one_file() -> None:
         if node.value in flags or re.search(r"\bvllm:[a-z]", node.value)
     ]
     assert not found, "vLLM's names belong in engines/vllm/names.py:\n" + "\n".join(found)
+
+
+# ---- tests wait for what happens -------------------------------------------------------------------------------------
+
+# Where the waiting of all tests is done, with one deadline for the whole run.
+MAY_WAIT = {"tests/waiting.py"}
+# Programs of rigs, not tests: a pod's init process, a proxy that is slow on purpose.
+CLOCKS = {"monotonic", "time", "perf_counter"}
+# File -> places that still wait for a time. A number only falls.
+STILL_WAITING: dict[str, int] = {
+    "tests/chat_page_rig.py": 6,
+    "tests/fake_kubectl.py": 1,
+    "tests/gateway_processes.py": 1,
+    "tests/gateway_rig.py": 2,
+    "tests/hosts.py": 4,
+    "tests/hosts_janitor.py": 4,
+    "tests/hosts_ray.py": 4,
+    "tests/hosts_slurm.py": 4,
+    "tests/kubernetes_api.py": 3,
+    "tests/kubernetes_cluster.py": 3,
+    "tests/kubernetes_control_plane.py": 2,
+    "tests/kubernetes_kubectl.py": 1,
+    "tests/kubernetes_kubelet.py": 1,
+    "tests/kubernetes_logs.py": 1,
+    "tests/kubernetes_metrics_adapter.py": 2,
+    "tests/kubernetes_pod.py": 11,
+    "tests/kubernetes_real_node.py": 2,
+    "tests/kubernetes_sandbox.py": 1,
+    "tests/kubernetes_services.py": 1,
+    "tests/launching.py": 2,
+    "tests/network_disk.py": 1,
+    "tests/nodes_rig.py": 2,
+    "tests/page_server.py": 2,
+    "tests/prometheus_rig.py": 4,
+    "tests/scaling_faults.py": 3,
+    "tests/slurm_cluster.py": 2,
+    "tests/ssh_rig.py": 2,
+    "tests/test_bench_cli.py": 2,
+    "tests/test_bench_serve.py": 4,
+    "tests/test_chat_pacing.py": 3,
+    "tests/test_chat_page_browser.py": 1,
+    "tests/test_chat_plain_answer.py": 3,
+    "tests/test_chat_streaming.py": 2,
+    "tests/test_cloudera_doctor.py": 1,
+    "tests/test_dashboards_prometheus.py": 2,
+    "tests/test_engine_metrics.py": 1,
+    "tests/test_engines_vllm.py": 1,
+    "tests/test_faults.py": 1,
+    "tests/test_fetch_model.py": 3,
+    "tests/test_gateway_accept.py": 2,
+    "tests/test_gateway_accounting.py": 15,
+    "tests/test_gateway_drain.py": 5,
+    "tests/test_gateway_leases.py": 9,
+    "tests/test_gateway_live.py": 3,
+    "tests/test_gateway_retry.py": 10,
+    "tests/test_gateway_smuggling.py": 1,
+    "tests/test_gateway_tokens.py": 1,
+    "tests/test_gateway_wire.py": 4,
+    "tests/test_gateway_workers.py": 4,
+    "tests/test_kubernetes_faults.py": 6,
+    "tests/test_life.py": 3,
+    "tests/test_processes.py": 1,
+    "tests/test_real_engines.py": 9,
+    "tests/test_real_sleep.py": 2,
+    "tests/test_rendezvous.py": 6,
+    "tests/test_sleep.py": 2,
+    "tests/test_ssh_target.py": 3,
+    "tests/test_staging.py": 3,
+    "tests/test_store.py": 1,
+    "tests/test_store_days.py": 1,
+    "tests/test_target_ray.py": 2,
+    "tests/test_top_terminal.py": 2,
+    "tests/test_vessl_life.py": 1,
+}
+
+
+def is_call_of(node: ast.AST, module: str, names: Collection[str]) -> bool:
+    """Return whether `node` calls MODULE.NAME for one of the names."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return (
+        isinstance(function, ast.Attribute)
+        and isinstance(function.value, ast.Name)
+        and (function.value.id, function.attr in names) == (module, True)
+    )
+
+
+def waits(path: Path) -> Iterator[str]:
+    """Sleeps, time limits of asyncio, and loops that look at the clock."""
+    for node in ast.walk(TREES[path]):
+        is_sleep = is_call_of(node, "time", {"sleep"}) or is_call_of(node, "asyncio", {"sleep"})
+        is_yield = isinstance(node, ast.Call) and ast.unparse(node) == "asyncio.sleep(0)"
+        is_loop = isinstance(node, ast.While) and any(is_call_of(part, "time", CLOCKS) for part in ast.walk(node))
+        if (is_sleep and not is_yield) or is_call_of(node, "asyncio", {"timeout", "wait_for"}) or is_loop:
+            yield f"{where(path)}:{getattr(node, 'lineno', 0)}"
+
+
+def test_tests_wait_for_what_happens_and_not_for_a_time() -> None:
+    """`tests/waiting.py` has what to call instead."""
+    places = {
+        where(path): sorted(set(waits(path)))
+        for path in OURS
+        if path.parent.name == "tests" and where(path) not in MAY_WAIT
+    }
+    counted = {name: len(rows) for name, rows in places.items() if rows}
+    more = [row for name, rows in places.items() if len(rows) > STILL_WAITING.get(name, 0) for row in rows]
+    assert not more, "these wait for a time:\n" + "\n".join(more)
+    assert counted == STILL_WAITING, "lower the numbers of STILL_WAITING"
