@@ -1,19 +1,21 @@
 """The judge of rendered documents: schemas of the oldest and the newest Kubernetes, of custom resources, and our rules.
 
 `problems_of(documents)` takes any list of objects. Built-in kinds are judged strictly by the schemas of the package
-kubernetes-validate, custom ones by their definitions in shared/crds with the CEL rules, as an API server would.
+kubernetes-validate, custom ones by their definitions in golden/crds.json.xz (crds.txt names their projects) with the
+CEL rules, as an API server would.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import json
+import lzma
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from kubernetes_rules import rule_problems
 
 pytest.importorskip("kubernetes_validate")
@@ -26,7 +28,7 @@ from celpy import celtypes
 from kubernetes_validate import utils as builtin
 
 VERSIONS = ("1.29.0", "1.37.0")  # the oldest supported, and the newest
-_ROOT = Path(__file__).resolve().parent.parent
+_PACKED = Path(__file__).parent / "golden" / "crds.json.xz"
 Object = dict[str, Any]
 
 
@@ -86,34 +88,25 @@ def _validator(version: str, api_version: str, kind: str) -> jsonschema.Draft202
 # ---- custom resources ------------------------------------------------------------------------------------------------
 
 
-def _crds() -> Path | None:
-    """shared/crds, next to the clone or to the folder with the worktrees."""
-    folders = (place / "shared" / "crds" for place in (_ROOT.parent, _ROOT.parent.parent))
-    return next((folder for folder in folders if folder.is_dir()), None)
+@functools.cache
+def _packed() -> Object:
+    schemas: Object = json.loads(lzma.decompress(_PACKED.read_bytes()))
+    return schemas
 
 
 @functools.cache
 def _definition(api_version: str, kind: str) -> Object | None:
-    """The schema of a custom kind; None for a built-in one. Skips the test where shared/crds is absent."""
-    group, _, version = api_version.rpartition("/")
+    """The schema of a custom kind; None for a built-in one."""
+    group = api_version.rpartition("/")[0]
     if "." not in group or (group.endswith(".k8s.io") and not group.startswith(_CUSTOM_OF_K8S)):
         return None
     if (api_version, kind) in _WITHOUT_DEFINITION:
         return {"x-kubernetes-preserve-unknown-fields": True}
-    folder = _crds()
-    if folder is None:
-        pytest.skip("there is no folder shared/crds next to the clone")
-    for path in sorted(folder.glob(f"*/{group}_*.yaml")):
-        crd = yaml.load(path.read_text("utf-8"), Loader=yaml.CSafeLoader)
-        if crd["spec"]["names"]["kind"] == kind:
-            rows = [row for row in crd["spec"]["versions"] if row["name"] == version]
-            assert rows, f"{path.name} has no version {version}"
-            schema: Object = rows[0]["schema"]["openAPIV3Schema"]
-            return schema
-    return {"x-unknown": f"shared/crds has no {kind} of {api_version}"}
+    unknown = {"x-unknown": f"{_PACKED.name} has no {kind} of {api_version}"}
+    return _packed().get(f"{api_version} {kind}", unknown)  # type: ignore[no-any-return]
 
 
-# Kinds whose definition is not in shared/crds: only our rules judge them.
+# Kinds whose project publishes no definition: only our rules judge them.
 _WITHOUT_DEFINITION = {("networking.gke.io/v1", kind) for kind in ("GCPBackendPolicy", "HealthCheckPolicy")}
 _CUSTOM_OF_K8S = ("gateway.networking", "inference.networking", "leaderworkerset.x-k8s", "kueue.x-k8s", "jobset.x-k8s")
 

@@ -61,7 +61,7 @@ ROOMS = {
     "cli/bench/": (1134, 880),
     "testing/": (5114, 1430),
 }
-TESTS = (55548, 32_000)
+TESTS = (55541, 32_000)
 UNUSED = 60  # lines that a room may stay below its ceiling: what is more has been won, and is kept
 
 
