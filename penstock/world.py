@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from signal import Signals
+from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol
 
 from penstock.wire.announcement import Process
@@ -28,6 +29,17 @@ class Event(Protocol):
     def clear(self) -> None: ...
     def is_set(self) -> bool: ...
     def wait(self, timeout: float | None = None) -> bool: ...
+
+
+class Condition(Protocol):
+    """A `threading.Condition` of a world: `wait_for` blocks by the world's clock."""
+
+    def __enter__(self) -> bool: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool: ...
+    def notify_all(self) -> None: ...
 
 
 class Thread(Protocol):
@@ -58,6 +70,7 @@ class Processes(Protocol):
     def sweep(
         self, run: str, replica: str | None = None, rank: str | None = None, keep: Iterable[int] = ()
     ) -> list[Marked]: ...
+    def unlink_shared_memory(self, segments: Iterable[str]) -> None: ...
 
 
 class World(Protocol):
@@ -76,6 +89,7 @@ class World(Protocol):
     def sleep(self, seconds: float) -> None: ...
     async def pause(self, seconds: float) -> None: ...
     def event(self) -> Event: ...
+    def condition(self) -> Condition: ...
     def thread(self, work: Callable[[], None], name: str) -> Thread: ...
 
 
@@ -99,6 +113,9 @@ class RealWorld:
 
     def event(self) -> Event:
         return threading.Event()
+
+    def condition(self) -> Condition:
+        return threading.Condition()
 
     def thread(self, work: Callable[[], None], name: str) -> Thread:
         thread = threading.Thread(target=work, name=name, daemon=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
 from typing import Any
 
 import pytest
+from manual_world import ManualWorld
 from samples import run_folder, told, view
 
 from penstock.deployment.controller.loop import Controller
@@ -37,12 +37,11 @@ class Stubborn:
 class Ticks:
     """A controller whose ticks are made one by one, at given times."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.run = run_folder()
         self.run.write_handle(Handle("local", {"replica/0": {}}))
-        self.now = 1000.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        self.controller = Controller(self.run)
+        self.world = ManualWorld(1000.0)
+        self.controller = Controller(self.run, world=self.world)
         self.target = Stubborn()
         self.controller.target = self.target  # type: ignore[assignment]
 
@@ -51,8 +50,6 @@ class Ticks:
         gateway = {Unit("gateway", "0"): Placement("placed")}
         seen = Observation(placements | gateway, READY, Part("running", unit="0"))
         self.controller._act(desired, seen)
-        if self.controller._worker is not None:
-            self.controller._worker.join()
         self.controller._note_refusal()
         return summarise(desired, seen, self.controller.history, 0.0)
 
@@ -61,8 +58,8 @@ class Ticks:
 
 
 @pytest.fixture
-def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
-    return Ticks(monkeypatch)
+def ticks() -> Ticks:
+    return Ticks()
 
 
 def test_one_that_is_refused_is_tried_ever_later_and_status_says_why(ticks: Ticks) -> None:
@@ -70,7 +67,7 @@ def test_one_that_is_refused_is_tried_ever_later_and_status_says_why(ticks: Tick
     for _ in range(100):  # 40 seconds of ticks
         state = ticks.tick(TWO)
         tries.append(ticks.target.n_tries)
-        ticks.now += 0.4
+        ticks.world.time_s += 0.4
     assert tries[0] == 1
     assert tries[-1] <= 6, "after 1, 3, 7, 15 seconds"
     assert [(row.replica, row.state, row.reason) for row in state.replicas] == [
@@ -80,7 +77,7 @@ def test_one_that_is_refused_is_tried_ever_later_and_status_says_why(ticks: Tick
     assert ticks.events().count("place failed") == 1
 
     ticks.target.allows.add("1")
-    ticks.now += 30
+    ticks.world.time_s += 30
     assert [row.replica for row in ticks.tick(TWO).replicas] == ["0"], "as it was when it was looked at"
     assert ticks.tick(TWO).replicas[1].state == "starting"
     assert "replica placed" in ticks.events()
@@ -111,6 +108,6 @@ def test_one_that_cannot_be_ended_is_not_reported_as_ended(ticks: Ticks) -> None
     ticks.target.holds = {"1"}
     assert [row.replica for row in ticks.tick(Desired("up", 1)).replicas] == ["0", "1"]
     assert "replica ended" not in ticks.events()
-    ticks.target.holds, ticks.now = set(), ticks.now + 30
+    ticks.target.holds, ticks.world.time_s = set(), ticks.world.time_s + 30
     ticks.tick(Desired("up", 1))
     assert "replica ended" in ticks.events()

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from manual_world import ManualWorld
 from samples import NOW, run_folder
 
 from penstock.deployment import live, reachable
@@ -29,11 +30,11 @@ class Posts:
     """What the gateways got, and a clock. `error`: they do not answer."""
 
     def __init__(self, run: Run) -> None:
-        self.now = 100.0
+        self.world = ManualWorld(100.0)
         self.error: PenstockError | None = None
         self.got: list[DeploymentNews] = []
         self.n_tries = 0
-        self.poster = NewsPoster(run, lambda: self.now)
+        self.poster = NewsPoster(run, self.world)
 
     def take(self, gateways: object, path: str, body: Any) -> None:
         assert path == "/admin/news"
@@ -43,10 +44,8 @@ class Posts:
         self.got.append(body)
 
     def tick(self, seconds: float = 0.4, state: State = STATE) -> None:
-        self.now += seconds
+        self.world.time_s += seconds
         self.poster.post(state)
-        if self.poster._thread is not None:
-            self.poster._thread.join()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from manual_world import ManualWorld
 from samples import NOW, demo_plan, told, view
 
 from penstock.deployment.observe import History, Observation, summarise
@@ -90,24 +91,24 @@ def test_old_readings_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert readings.latest() is None
 
 
-def test_a_reading_that_fails_or_is_slow_ends_nothing_and_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, pauses = [0.0], list[float]()
+def test_a_reading_that_fails_or_is_slow_ends_nothing_and_does_not_pile_up() -> None:
+    world, pauses = ManualWorld(), list[float]()
 
     def read() -> MachineReading:
-        clock[0] += 3.5 if len(pauses) == 1 else 0.25
+        world.time_s += 3.5 if len(pauses) == 1 else 0.25
         if len(pauses) == 2:
             raise OSError("no /proc")
         return HERE
 
     def sleep(seconds: float) -> None:
         pauses.append(seconds)
-        clock[0] += seconds
+        world.time_s += seconds
         if len(pauses) == 5:
             raise SystemExit
 
-    monkeypatch.setattr(readings_module, "time", type("Time", (), {"monotonic": lambda: clock[0], "sleep": sleep}))
+    world.sleep = sleep
     with pytest.raises(SystemExit):
-        Readings(read).run()
+        Readings(read, world=world).run()
     assert pauses == [0.75, 0.0, 0.75, 0.75, 0.75]
 
 

@@ -128,7 +128,7 @@ class Rig:
         self.scaler = self.begin()
 
     def begin(self) -> Scaler:
-        self.scaler = Scaler(self.run, self.run.deployment(), demo_plan(), self.last)
+        self.scaler = Scaler(self.run, self.run.deployment(), demo_plan(), self.last, self.now)
         return self.scaler
 
     def step(

@@ -428,3 +428,47 @@ def test_tests_wait_for_what_happens_and_not_for_a_time() -> None:
     more = [row for name, rows in places.items() if len(rows) > STILL_WAITING.get(name, 0) for row in rows]
     assert not more, "these wait for a time:\n" + "\n".join(more)
     assert counted == STILL_WAITING, "lower the numbers of STILL_WAITING"
+
+
+# ---- clocks and processes come from a World --------------------------------------------------------------------------
+
+# Rooms that a simulation runs: time, pauses, chance, threads and processes are arguments there (penstock/world.py).
+SIMULATED = ("deployment/controller/", "node/", "gateway/")
+# Act on this machine alone, and are no part of a simulation: programs, files, sockets, GPUs.
+REAL_ONLY = {
+    "deployment/controller/watchdog.py": "imports little, so that little can end it",
+    "node/__main__.py": "the program: signals, and the time of each line of its log",
+    "node/detached.py": "a program that starts the node",
+    "node/checks/": "programs that measure machines",
+    "node/engine_process.py": "the engine's process, with pipes",
+    "node/file_server.py": "serves files over sockets",
+    "node/gpu_locks.py": "locks of files",
+    "node/gpu_memory.py": "the driver's own pace",
+    "node/group/ray.py": "a program inside Ray",
+    "node/leftovers.py": "ages of files",
+    "node/load_choice.py": "reads a disk for a while",
+    "node/local_processes.py": "Ray's and the engine's own pace",
+    "node/peers.py": "copies files over sockets",
+    "node/shared_cache.py": "copies files over sockets",
+    "gateway/compiled.py": "a program: the compiler",
+    "gateway/workers/": "processes that share a socket",
+}
+ACTING = {
+    "time": {"time", "monotonic", "sleep", "perf_counter", "time_ns", "monotonic_ns"},
+    "asyncio": {"sleep"},
+    "threading": {"Thread", "Timer", "Event", "Condition"},
+    "random": {"random", "uniform", "choice", "sample", "randint", "shuffle", "Random"},
+    "subprocess": {"Popen", "run", "call", "check_call", "check_output"},
+}
+
+
+def test_simulated_rooms_take_time_and_processes_from_a_world() -> None:
+    wrong = [
+        f"{where(path)}:{getattr(node, 'lineno', 0)} {ast.unparse(node)}"
+        for path in FILES
+        if where(path).startswith(SIMULATED) and not where(path).startswith(tuple(REAL_ONLY))
+        for node in ast.walk(TREES[path])
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if node.attr in ACTING.get(node.value.id, ())
+    ]
+    assert not wrong, "\n".join(wrong)

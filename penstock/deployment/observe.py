@@ -22,6 +22,7 @@ from penstock.wire.announcement import SERVING, Announcement, EngineLoad, Gatewa
 from penstock.wire.client import Client
 from penstock.wire.gateways import ask_each, clients, joined
 from penstock.wire.scaling import Scaling
+from penstock.world import Processes
 
 _TIMEOUT_S = 2.0
 _FRESH_S = 5.0
@@ -51,24 +52,24 @@ class Observation(msgspec.Struct, frozen=True):
     page_url: str | None = None
 
 
-def look(run: Run, last: Part) -> Observation:
+def look(run: Run, last: Part, of: Processes = processes) -> Observation:
     """Ask the target and the gateway; `last`: the gateway as it was. Blocks for at most a few seconds."""
     handle = run.handle()
     placements = targets.load(handle.target).status(run) if handle.units else {}
     if run.places("gateway"):
         part = _placed(run, last, placements)
     else:
-        part, local = _local(run, last)
+        part, local = _local(run, last, of)
         placements = placements | local
     view = admin_view(run) if part.state == "running" else None
     return Observation(placements, view, part, run.public_page_url)
 
 
-def _local(run: Run, last: Part) -> tuple[Part, dict[Unit, Placement]]:
+def _local(run: Run, last: Part, of: Processes) -> tuple[Part, dict[Unit, Placement]]:
     if last.process is None:
         return msgspec.structs.replace(last, state="gone"), {}
     unit = Unit("gateway", str(last.n_restarts))
-    if processes.is_alive(last.process):
+    if of.is_alive(last.process):
         return msgspec.structs.replace(last, state="running", unit=unit.name), {unit: Placement("placed")}
     reason = f"its process {last.process.pid} was gone{last_words(run.log('gateway'))}"
     return msgspec.structs.replace(last, state="gone", unit=unit.name), {unit: Placement("gone", reason)}

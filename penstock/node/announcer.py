@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import msgspec
 from penstock.errors import PenstockError
 from penstock.wire.announcement import AnnounceAnswer, Announcement, GatewayAddress, MachineReading, engine_key
 from penstock.wire.gateways import ask_each, clients
+from penstock.world import REAL, World
 
 _TIMEOUT_S = 3.0
 
@@ -76,7 +75,7 @@ class AdminClient:
         return None
 
 
-class Announcer(threading.Thread):
+class Announcer:
     """Posts the newest announcement to the gateway: every `every_s` seconds, and at once when it changes.
 
     `on_answer` is called, from this thread, with each answer; of several gateways' the orders add up. Each post carries
@@ -90,13 +89,17 @@ class Announcer(threading.Thread):
         admin: AdminClient,
         on_answer: Callable[[AnnounceAnswer], None],
         machines: Callable[[], tuple[MachineReading, ...]] = tuple,
+        world: World = REAL,
     ) -> None:
-        super().__init__(name="announcer", daemon=True)
+        self._world = world
         self._admin, self._on_answer, self._machines = admin, on_answer, machines
-        self._changed = threading.Condition()
+        self._changed = world.condition()
         self._newest: Announcement | None = None
         self._posted: Announcement | None = None
         self._refused: Announcement | None = None
+
+    def start(self) -> None:
+        self._world.thread(self.run, "announcer")
 
     def announce(self, announcement: Announcement) -> None:
         with self._changed:
@@ -130,7 +133,7 @@ class Announcer(threading.Thread):
                 self._posted, self._refused = (newest, None) if is_taken else (self._posted, newest)
                 self._changed.notify_all()
             if not is_taken:
-                time.sleep(0.5)  # the gateway is down or starting: the controller restarts it
+                self._world.sleep(0.5)  # the gateway is down or starting: the controller restarts it
 
 
 def _joined(answers: Sequence[dict[str, Any]]) -> AnnounceAnswer:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import socket
-import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import psutil
 from penstock.node.gpu_readings import GpuReader
 from penstock.paths import nearest_existing
 from penstock.wire.announcement import MachineReading
+from penstock.world import REAL, World
 
 PERIOD_S = 1.0
 STALE_S = 10.0  # a driver that hangs must not leave its last numbers on display
@@ -80,16 +79,24 @@ def answers_as_dcgm(port: int = _DCGM_PORT) -> bool:
         connection.close()
 
 
-class Readings(threading.Thread):
+class Readings:
     """Reads every second once started, in one thread: a slow reading delays the next and adds no other."""
 
-    def __init__(self, read: Callable[[], MachineReading], finds_dcgm: Callable[[], bool] = answers_as_dcgm) -> None:
-        super().__init__(name="readings", daemon=True)
+    def __init__(
+        self,
+        read: Callable[[], MachineReading],
+        finds_dcgm: Callable[[], bool] = answers_as_dcgm,
+        world: World = REAL,
+    ) -> None:
+        self._world = world
         self._read, self._finds_dcgm = read, finds_dcgm
         self._gpus: GpuReader | None = None
         self._newest: tuple[float, MachineReading] | None = None
         self._dcgm_port: int | None = None
         self._next_dcgm_s = 0.0
+
+    def start(self) -> None:
+        self._world.thread(self.run, "readings")
 
     def use_gpus(self, environment: Mapping[str, str], count: int) -> None:
         """Also read the GPUs that an engine with this environment gets. Any thread; more than once does nothing."""
@@ -99,15 +106,15 @@ class Readings(threading.Thread):
     def latest(self) -> MachineReading | None:
         """None before the first reading, and when the last is too old to show. Any thread."""
         newest = self._newest
-        return newest[1] if newest is not None and time.monotonic() - newest[0] < STALE_S else None
+        return newest[1] if newest is not None and self._world.now() - newest[0] < STALE_S else None
 
     def run(self) -> None:
-        next_s = time.monotonic()
+        next_s = self._world.now()
         while True:
             with contextlib.suppress(Exception):  # no reading is worth an engine, nor a line a second in its log
-                self.look(time.monotonic())
-            next_s = max(next_s + PERIOD_S, time.monotonic())
-            time.sleep(max(0.0, next_s - time.monotonic()))
+                self.look(self._world.now())
+            next_s = max(next_s + PERIOD_S, self._world.now())
+            self._world.sleep(max(0.0, next_s - self._world.now()))
 
     def look(self, now: float) -> None:
         """One reading. `now`: monotonic."""
@@ -116,4 +123,4 @@ class Readings(threading.Thread):
             self._next_dcgm_s = now + _DCGM_EVERY_S
             self._dcgm_port = _DCGM_PORT if self._finds_dcgm() else None
         machine = msgspec.structs.replace(self._read(), gpus=gpus, dcgm_port=self._dcgm_port if gpus else None)
-        self._newest = (time.monotonic(), machine)
+        self._newest = (self._world.now(), machine)

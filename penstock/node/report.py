@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable
 
 from penstock import engines
@@ -24,6 +23,7 @@ from penstock.wire.announcement import (
     ReplicaState,
     Restart,
 )
+from penstock.world import REAL, World
 
 _KEPT_RESTARTS = 10
 
@@ -53,7 +53,10 @@ class StageTimes:
 class ReplicaReport:
     """The supervisor sets the fields; `announce` hands them to the announcer and keeps the ready file."""
 
-    def __init__(self, launch: Launch, replica: str, announcer: Announcer, ready_file: ReadyFile) -> None:
+    def __init__(
+        self, launch: Launch, replica: str, announcer: Announcer, ready_file: ReadyFile, world: World = REAL
+    ) -> None:
+        self._world = world
         self._launch, self._plan, self._replica = launch, launch.plan, replica
         self._announcer, self._ready_file = announcer, ready_file
         self.state: ReplicaState = "starting"
@@ -75,7 +78,7 @@ class ReplicaReport:
         self.was_ready = False
         self.ready_after_s: float | None = None
         self._restarts: list[Restart] = []
-        self._started_at = time.time()
+        self._started_at = self._world.unix()
 
     @property
     def seen(self) -> Seen:
@@ -91,22 +94,22 @@ class ReplicaReport:
             seen = change(self._seen)
             is_new, self._seen = seen is not self._seen, seen
             if is_new and self.state != "warming":  # its last lines may still be on the way through the pipe
-                self._times.enter(seen.progress.stage, time.monotonic())
+                self._times.enter(seen.progress.stage, self._world.now())
         return is_new
 
     def begin(self) -> None:
-        self._times.begin("files", time.monotonic())
+        self._times.begin("files", self._world.now())
         self.stage("files")
-        self._started_at, self.ready_after_s = time.time(), None
+        self._started_at, self.ready_after_s = self._world.unix(), None
 
     def stage(self, stage: str, timed_as: str | None = None) -> None:
         """Set progress that the engine's log does not show. `timed_as`: where `stage` names more than the stage."""
-        self._times.enter(timed_as or stage, time.monotonic())
+        self._times.enter(timed_as or stage, self._world.now())
         self._seen = Seen(Progress(stage, fraction=0.0))
 
     def show(self, progress: FetchProgress) -> None:
         """Announce how far the model's files are."""
-        self._times.enter("fetch", time.monotonic())
+        self._times.enter("fetch", self._world.now())
         fraction = progress.n_bytes / progress.total_bytes if progress.total_bytes else 1.0
         seen = Progress(
             f"fetching {progress.done}" + (f", {progress.note}" if progress.note else ""),
@@ -118,15 +121,15 @@ class ReplicaReport:
         self.announce(self.state)
 
     def ready(self, adapters: tuple[str, ...]) -> None:
-        self.ready_after_s = round(time.time() - self._started_at, 2)
-        self.start_s = self._times.end(time.monotonic())
+        self.ready_after_s = round(self._world.unix() - self._started_at, 2)
+        self.start_s = self._times.end(self._world.now())
         self.was_ready, self.reason, self.adapters = True, None, adapters
         self.seen = Seen(Progress("ready", fraction=1.0), self.seen.measured)
         self.announce("ready")
 
     def restarting(self, diagnosis: Diagnosis) -> None:
         self.n_restarts += 1
-        self._restarts = [*self._restarts, Restart(round(time.time(), 2), diagnosis.reason)][-_KEPT_RESTARTS:]
+        self._restarts = [*self._restarts, Restart(round(self._world.unix(), 2), diagnosis.reason)][-_KEPT_RESTARTS:]
         self.reason = diagnosis.reason
         self.seen = Seen(Progress("waiting to start again", fraction=0.0), self.seen.measured)
         self.announce("restarting")
@@ -137,7 +140,7 @@ class ReplicaReport:
 
     def announce(self, state: ReplicaState) -> None:
         if state == "warming":
-            self._times.enter("warming", time.monotonic())
+            self._times.enter("warming", self._world.now())
         self.state = state
         self._ready_file.set(is_ready=state in SERVING)  # a probe must not end one that sleeps
         self._announcer.announce(

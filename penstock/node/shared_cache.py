@@ -117,8 +117,7 @@ class SharedCache:
         server.give(listing, Layout(self._folder))
         server.start()
         addresses = peers.addresses_of(server, self._admin)
-        if not board.is_alive():
-            board.start()
+        board.start()
         _post(board, Holder(socket.gethostname(), addresses, _digest(msgspec.json.encode(listing))))
 
     def _bring(self) -> None:

@@ -7,8 +7,6 @@ is a death like any other, after which the engine is started again.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Literal
@@ -24,6 +22,7 @@ from penstock.processes import Backoff
 from penstock.text import GIB, show_bytes, show_seconds
 from penstock.wire.announcement import ASLEEP, SLEEPLESS, AnnounceAnswer, Progress
 from penstock.wire.answers import HttpError
+from penstock.world import REAL, World
 
 _TICK_S = 0.25
 _HEALTH_EVERY_S = 1.0
@@ -40,12 +39,19 @@ class Sleeper:
     """Puts the engine to sleep and wakes it. `obey` is called from the announcer's thread, all else from one."""
 
     def __init__(
-        self, plan: Plan, engine: Engine, report: ReplicaReport, announcer: Announcer, is_stopped: Callable[[], bool]
+        self,
+        plan: Plan,
+        engine: Engine,
+        report: ReplicaReport,
+        announcer: Announcer,
+        is_stopped: Callable[[], bool],
+        world: World = REAL,
     ) -> None:
+        self._world = world
         self._plan, self._engine, self._report, self._announcer = plan, engine, report, announcer
         self._is_stopped = is_stopped
         self._is_ordered = False
-        self._wake = threading.Event()
+        self._wake = world.event()
         self._not_before, self._failure = 0.0, ""
         self._backoff = Backoff(_FAILED_S, _FAILED_S_MAX, _CALM_S)
         self._kept_level: int | None = None  # of this engine: memory that it took once stays its own
@@ -84,10 +90,10 @@ class Sleeper:
         self._announcer.wait_posted(_POSTED_S)
         # From here on gateways hold new requests. One that does not answer may still send.
         if self._wake.is_set() or not self._announcer.is_posted() or client.is_busy() is not False:
-            self._not_before = time.monotonic() + _AGAIN_S
+            self._not_before = self._world.now() + _AGAIN_S
             self._serve(client)
             return None
-        began_at = time.monotonic()
+        began_at = self._world.now()
         problem = self._make(client, self._engine.sleep_calls(choice), "put to sleep", lost)
         if isinstance(problem, HttpError):
             self._serve(client)
@@ -96,9 +102,9 @@ class Sleeper:
         if problem is not None or self._is_stopped():
             return self._failed(problem)
         self._kept_level = choice
-        self._note("sleep_s", time.monotonic() - began_at)
+        self._note("sleep_s", self._world.now() - began_at)
         self._announce("sleeping", Progress(f"{ASLEEP} at level {choice}", eta_s=self._wake_s))
-        print(f"penstock: {ASLEEP} at level {choice} after {show_seconds(time.monotonic() - began_at)}", flush=True)
+        print(f"penstock: {ASLEEP} at level {choice} after {show_seconds(self._world.now() - began_at)}", flush=True)
         problem = self._until_woken(client, lost)
         if problem is not None or self._is_stopped():
             return problem
@@ -110,8 +116,8 @@ class Sleeper:
         try:
             while not self._wake.is_set() and not self._is_stopped():
                 problem = lost()
-                if problem is None and time.monotonic() >= next_health:
-                    next_health = time.monotonic() + _HEALTH_EVERY_S
+                if problem is None and self._world.now() >= next_health:
+                    next_health = self._world.now() + _HEALTH_EVERY_S
                     why = client.health_problem()
                     problem = (
                         None if why is None else lost() or Diagnosis(f"its health check failed in its sleep: {why}")
@@ -124,7 +130,7 @@ class Sleeper:
         return None
 
     def _wake_up(self, client: EngineClient, level: int, lost: Callable[[], Diagnosis | None]) -> Diagnosis | None:
-        began_at = time.monotonic()
+        began_at = self._world.now()
         source = "memory" if level == 1 else "the files"
         self._announce("waking", Progress(f"weights from {source}", eta_s=self._wake_s))
         problem = self._make(client, self._engine.wake_calls(level), "woken", lost)
@@ -134,7 +140,7 @@ class Sleeper:
             problem = lost() or Diagnosis("it was woken and gave no token")
         if problem is not None or self._is_stopped():
             return self._failed(problem)
-        self._wake_s = round(time.monotonic() - began_at, 2)
+        self._wake_s = round(self._world.now() - began_at, 2)
         self._note("wake_s", self._wake_s)
         print(f"penstock: awake after {show_seconds(self._wake_s)}", flush=True)
         self._serve(client)
@@ -151,7 +157,7 @@ class Sleeper:
         return choose_level(sleep.level, self._engine.sleep_levels(self._plan), n_bytes, memory_bytes()[1])
 
     def _refuse(self, why: str) -> None:
-        self._not_before = time.monotonic() + _AGAIN_S
+        self._not_before = self._world.now() + _AGAIN_S
         reason = f"{SLEEPLESS}: {why}"
         if self._report.reason != reason:
             print(f"penstock: {reason}", flush=True)
@@ -160,7 +166,7 @@ class Sleeper:
     def _failed(self, problem: Diagnosis | None) -> Diagnosis | None:
         if problem is not None:
             self._failure = f"its engine was lost in the last attempt ({problem.reason})"
-            self._not_before = time.monotonic() + self._backoff.next(time.monotonic())
+            self._not_before = self._world.now() + self._backoff.next(self._world.now())
         return problem
 
     def _make(
@@ -176,8 +182,7 @@ class Sleeper:
             except PenstockError as exc:
                 failures.append(exc)
 
-        thread = threading.Thread(target=make, name="sleep", daemon=True)
-        thread.start()
+        thread = self._world.thread(make, "sleep")
         while thread.is_alive() and not self._is_stopped():
             problem = lost()
             if problem is not None:

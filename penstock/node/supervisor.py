@@ -9,9 +9,6 @@ gateway's order to leave, drains; a second SIGTERM ends the drain.
 
 from __future__ import annotations
 
-import threading
-import time
-
 from penstock import engines, processes
 from penstock.engines import Diagnosis, Engine
 from penstock.errors import PenstockError
@@ -31,6 +28,7 @@ from penstock.node.sleep import Sleeper
 from penstock.run_folder import Launch
 from penstock.text import show_seconds
 from penstock.wire.announcement import AnnounceAnswer, MachineReading, NodeView, Process, ReplicaState
+from penstock.world import REAL, World
 
 _TICK_S = 0.25
 _LOOK_EVERY_S = 1.0
@@ -56,19 +54,20 @@ class NodeSupervisor:
         needs: Prerequisites,
         readings: Readings,
         file: ReadyFile,
+        world: World = REAL,
     ) -> None:
-        self.stops = 0
+        self.stops, self._world = 0, world
         self._launch, self._plan, self._engine = launch, launch.plan, engine
         self._args, self._admin, self._prerequisites = args, admin, needs
         self._readings = readings
-        self._announcer = Announcer(admin, self._obey, self._machines)
-        self._report = ReplicaReport(launch, args.replica, self._announcer, file)
-        self._sleeper = Sleeper(launch.plan, engine, self._report, self._announcer, self._is_stopped)
-        self._wake = threading.Event()
+        self._announcer = Announcer(admin, self._obey, self._machines, world)
+        self._report = ReplicaReport(launch, args.replica, self._announcer, file, world)
+        self._sleeper = Sleeper(launch.plan, engine, self._report, self._announcer, self._is_stopped, world)
+        self._wake = world.event()
         self._local = NodeProcesses(launch.plan, engine, args, self._is_stopped)
         self._leader: GroupLeader | None = None
         if launch.plan.n_nodes > 1 or launch.plan.executor == "ray":
-            board = BoardClient(admin, args.replica, args.rank, self.leave)
+            board = BoardClient(admin, args.replica, args.rank, self.leave, world=world)
             board.start()
             self._leader = GroupLeader(launch.plan, board, args.hosts, self._is_stopped)
         self._vital: tuple[Process, ...] = ()
@@ -116,7 +115,7 @@ class NodeSupervisor:
                 return 1
             self._refresh()
             self._report.restarting(diagnosis)
-            self._pause(backoff.next(time.monotonic()))
+            self._pause(backoff.next(self._world.now()))
         self._announce("stopping")
         self._announcer.wait_posted(2.0)
         self._end_group("stopping")
@@ -140,7 +139,7 @@ class NodeSupervisor:
             if self._leader is not None and not self.stops:
                 self._leader.over()
             # What it mapped when last looked at: it may have been killed together with its children.
-            processes.unlink_shared_memory(self._report.segments)
+            self._world.processes.unlink_shared_memory(self._report.segments)
             self._report.url = self._report.load = None
 
     def _start(self) -> Diagnosis | None:
@@ -231,10 +230,10 @@ class NodeSupervisor:
 
     def _until_ready(self) -> Diagnosis | None:
         process, client = self._running()
-        deadline, next_look = time.monotonic() + self._plan.start_timeout_s, 0.0
+        deadline, next_look = self._world.now() + self._plan.start_timeout_s, 0.0
         while not self.stops:
-            if time.monotonic() >= next_look:  # what it maps, in case that it dies
-                next_look = time.monotonic() + _LOOK_EVERY_S
+            if self._world.now() >= next_look:  # what it maps, in case that it dies
+                next_look = self._world.now() + _LOOK_EVERY_S
                 self._local.look()
             code = process.exit_code()
             if code is not None:
@@ -242,7 +241,7 @@ class NodeSupervisor:
             trouble = self._trouble()
             if trouble is not None:
                 return trouble
-            if time.monotonic() > deadline and client.unreachable is None:
+            if self._world.now() > deadline and client.unreachable is None:
                 limit = show_seconds(self._plan.start_timeout_s)
                 return Diagnosis(f"it was not ready after {limit} (engine.start_timeout_s)")
             if client.is_up():
@@ -278,7 +277,7 @@ class NodeSupervisor:
             lost = self._loss()
             if lost:
                 return lost
-            now = time.monotonic()
+            now = self._world.now()
             if self._sleeper.is_due(client, now):
                 lost = self._sleeper.run(client, self._loss)
                 if lost:
@@ -294,7 +293,7 @@ class NodeSupervisor:
             if now >= next_metrics:
                 next_metrics = now + _METRICS_EVERY_S
                 self._refresh()
-                stalled_s = client.stalled_s(time.monotonic())
+                stalled_s = client.stalled_s(self._world.now())
                 self._report.load = client.load
                 if stalled_s >= self._plan.stall_s and client.load is not None:
                     running, waited = client.load.running, show_seconds(stalled_s)
@@ -321,7 +320,7 @@ class NodeSupervisor:
 
     def _lost_process(self, process: EngineProcess) -> Diagnosis | None:
         """A vital process of the engine is gone, often seconds before the engine notices."""
-        gone = [part for part in self._vital if not processes.is_alive(part)]
+        gone = [part for part in self._vital if not self._world.processes.is_alive(part)]
         if not gone:
             return None
         death = self._engine.diagnose(1, list(process.tail)[-_TAIL_SHOWN * 3 :])
@@ -342,8 +341,8 @@ class NodeSupervisor:
         if self._report.ready_after_s is None:
             return
         client = self._running()[1]
-        deadline, n_idle = time.monotonic() + self._plan.drain_s, 0
-        while self.stops < 2 and time.monotonic() < deadline and n_idle < 2:
+        deadline, n_idle = self._world.now() + self._plan.drain_s, 0
+        while self.stops < 2 and self._world.now() < deadline and n_idle < 2:
             is_busy = client.is_busy()
             if is_busy is None:  # it died
                 return
@@ -352,7 +351,7 @@ class NodeSupervisor:
             self._wake.wait(_TICK_S)
 
     def _death(self, process: EngineProcess, code: int) -> Diagnosis:
-        time.sleep(0.1)  # its last lines may still be on the way through the pipe
+        self._world.sleep(0.1)  # its last lines may still be on the way through the pipe
         return self._engine.diagnose(code, list(process.tail))
 
     def _fail(self, diagnosis: Diagnosis) -> None:
@@ -360,8 +359,8 @@ class NodeSupervisor:
         self._refresh()
         self._report.failed(diagnosis, tuple(engines.telling_lines(tuple(tail), diagnosis.line, _TAIL_SHOWN)))
         self._end_group("failed")
-        deadline = time.monotonic() + _FAILED_S
-        while time.monotonic() < deadline and not self.stops and not self._announcer.is_posted():
+        deadline = self._world.now() + _FAILED_S
+        while self._world.now() < deadline and not self.stops and not self._announcer.is_posted():
             self._announcer.wait_posted(1.0)
             self._pause(_TICK_S)
 

@@ -10,7 +10,6 @@ import argparse
 import fcntl
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
@@ -18,6 +17,7 @@ from typing import TextIO
 from penstock.deployment.controller.loop import Controller
 from penstock.run_folder import Run
 from penstock.wire.structs import prepare_loaded
+from penstock.world import REAL
 
 _WAIT_S = 1.0
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     run = Run(options.run)
     lock = _hold(run)
     while lock is None and options.unit is not None and run.desired().state == "up":
-        time.sleep(_WAIT_S)
+        REAL.sleep(_WAIT_S)
         lock = _hold(run)
     if lock is None:
         return 0

@@ -9,21 +9,19 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
-import threading
-import time
 from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
 
-from penstock import processes
 from penstock.deployment.observe import last_words
 from penstock.errors import PenstockError
 from penstock.hardware import network
-from penstock.processes import Backoff
+from penstock.processes import Backoff, marks
 from penstock.run_folder import Part, Run
 from penstock.wire.announcement import Process
 from penstock.wire.client import Client
+from penstock.world import REAL, Thread, World
 
 _TURN_S = 1.0
 _ANSWER_S = 2.0
@@ -69,35 +67,39 @@ class Child:
     All work is done by one thread, since a health check may block.
     """
 
-    def __init__(self, run: Run, service: Service, last: Part | None, is_placed: bool = False) -> None:
+    def __init__(
+        self, run: Run, service: Service, last: Part | None, is_placed: bool = False, world: World = REAL
+    ) -> None:
         self.part = last or Part("gone")
-        self.service = service
+        self.service, self._world, self._processes = service, world, world.processes
         self._run, self._host = run, socket.gethostname() if is_placed else None
         if is_placed:
             self.part = msgspec.structs.replace(self.part, state="gone", process=None)
-        if self.part.process is None or not processes.is_alive(self.part.process):  # one may live that was not noted
-            old = [process for process in processes.find_marked(str(run.path)) if process.role == service.role]
-            processes.end(old, _END_S)
+        if self.part.process is None or not self._processes.is_alive(
+            self.part.process
+        ):  # one may live that was not noted
+            old = [process for process in self._processes.find_marked(str(run.path)) if process.role == service.role]
+            self._processes.end(old, _END_S)
         self._backoff = Backoff(1.0, 60.0, 120.0)
         self._due_at = 0.0
-        self._silent_at = time.monotonic() + service.start_s
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name=service.role, daemon=True)
+        self._silent_at = self._world.now() + service.start_s
+        self._is_over = world.event()
+        self._thread: Thread | None = None
 
     def start(self) -> None:
-        self._thread.start()
+        self._thread = self._world.thread(self._watch, self.service.role)
 
     def stop(self, ends: bool) -> None:
         """No more restarts. `ends`: the program ends too; else it is for `down` to end, or for another controller."""
         self._is_over.set()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(_ANSWER_S)
         if ends and self.part.process is not None:
-            processes.end([self.part.process], _END_S)
+            self._processes.end([self.part.process], _END_S)
 
     def _watch(self) -> None:
         while not self._is_over.is_set():
-            self._is_over.wait(_TURN_S if self.try_turn(time.monotonic()) else _TURN_S * 5)
+            self._is_over.wait(_TURN_S if self.try_turn(self._world.now()) else _TURN_S * 5)
 
     def try_turn(self, now: float) -> bool:
         """One look at it, and what follows; False when a full disk, or a gateway without an address, kept us from it.
@@ -120,16 +122,16 @@ class Child:
         if process is None:
             if now >= self._due_at:
                 self._begin(now)
-        elif not processes.is_alive(process):
+        elif not self._processes.is_alive(process):
             self._note_end(f"its process {process.pid} was gone{last_words(self._run.log(self.service.role))}", now)
         elif (reason := self.service.outdated()) is not None:
-            processes.end([process], _END_S)
+            self._processes.end([process], _END_S)
             self._note_end(reason, now)
         elif self._answers():
             self._silent_at = now + _HUNG_S
             self.part = msgspec.structs.replace(self.part, state="running")
         elif now > self._silent_at:
-            processes.signal_process(process, signal.SIGKILL)
+            self._processes.signal_process(process, signal.SIGKILL)
             silent_s = self.service.start_s if self.part.state == "starting" else _HUNG_S
             self._note_end(f"it did not answer for {silent_s:.0f} s", now)
 
@@ -159,8 +161,8 @@ class Child:
         self.service.began(command.url)
 
     def _start(self, argv: list[str]) -> Process:
-        marks = processes.marks(str(self._run.path), self._run.record().id, self.service.role)
-        return processes.start_detached(argv, marks, self._run.log(self.service.role))
+        carried = marks(str(self._run.path), self._run.record().id, self.service.role)
+        return self._processes.start_detached(argv, carried, self._run.log(self.service.role))
 
     def _note(self, text: str) -> None:
         if self.part.note != text:

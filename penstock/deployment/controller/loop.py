@@ -9,13 +9,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
-import time
 from collections.abc import Collection, Sequence
 
 import msgspec
 
-from penstock import processes, targets
+from penstock import targets
 from penstock.deployment import measured, start_times
 from penstock.deployment.controller.changes import changes, noted_of
 from penstock.deployment.controller.chat_page import ChatPage
@@ -28,7 +26,7 @@ from penstock.deployment.controller.watchdog import Sight
 from penstock.deployment.observe import History, Observation, gateways, look, summarise
 from penstock.errors import PenstockError
 from penstock.paths import is_full
-from penstock.processes import Backoff
+from penstock.processes import Backoff, marks
 from penstock.run_folder import (
     KEPT_RESTARTS,
     Desired,
@@ -44,6 +42,7 @@ from penstock.run_folder import (
 from penstock.wire.announcement import Announcement, Process, Restart
 from penstock.wire.gateways import post_each
 from penstock.wire.scaling import Scaling
+from penstock.world import REAL, Thread, World
 
 _TICK_S = 0.4
 _WRITE_EVERY_S = 1.0
@@ -64,11 +63,11 @@ class _Refusal(msgspec.Struct, frozen=True):
 class Controller:
     """The thin part that acts. `own`: its name, where the target placed it. `sockets`: for its first gateway."""
 
-    def __init__(self, run: Run, own: str | None = None, sockets: Sequence[int] = ()) -> None:
-        self.run = run
+    def __init__(self, run: Run, own: str | None = None, sockets: Sequence[int] = (), world: World = REAL) -> None:
+        self.run, self._world, self._processes = run, world, world.processes
         record, deployment = run.record(), run.deployment()
         self.target = targets.load(record.target)
-        self.stop = threading.Event()
+        self.stop = world.event()
         self._placed = frozenset(record.placed)
         self._own = own
         self._sockets = tuple(sockets)
@@ -90,12 +89,14 @@ class Controller:
         self._replica_backoffs: dict[str, Backoff] = {}
         self._due_at: dict[str, float] = {}
         self._n_deaths: dict[str, int] = {}
-        self._worker: threading.Thread | None = None
+        self._worker: Thread | None = None
         self._refusal: _Refusal | None = None
         self._watchdog: Process | None = None
         self._written: tuple[float, State] | None = None
-        self._scaler = Scaler(run, deployment, self._plan, last) if deployment.replicas.follows_load else None
-        self._news = NewsPoster(run)
+        self._scaler = (
+            Scaler(run, deployment, self._plan, last, world.unix()) if deployment.replicas.follows_load else None
+        )
+        self._news = NewsPoster(run, world)
         self._sight = Sight(run.path)
         self._noted = noted_of(last)
         self._passed_on = run.desired().order if last is not None else None  # by the controller before this one
@@ -104,9 +105,9 @@ class Controller:
         is_placed, has_folder = own is not None, own is None or self.target.shares_files
         if deployment.observe.prometheus and has_folder:  # in a cluster, the cluster's own watches
             self._prometheus = Prometheus(run)
-            self._children.append(Child(run, self._prometheus, last.prometheus if last else None, is_placed))
+            self._children.append(Child(run, self._prometheus, last.prometheus if last else None, is_placed, world))
         if deployment.chat_page is not None and has_folder and "ui" not in self._placed:
-            self._children.append(Child(run, ChatPage(run, is_placed), last.ui if last else None, is_placed))
+            self._children.append(Child(run, ChatPage(run, is_placed), last.ui if last else None, is_placed, world))
 
     def run_until_stopped(self) -> None:
         for child in self._children:
@@ -129,7 +130,7 @@ class Controller:
     def _tick(self, desired: Desired) -> Decision:
         if self._own is None:
             self._keep_watchdog()
-        seen = look(self.run, self.history.gateway)
+        seen = look(self.run, self.history.gateway, self._world.processes)
         self.history = msgspec.structs.replace(self.history, gateway=seen.gateway)
         self.target.keep_up(self.run)
         self._note_failures(seen)
@@ -142,7 +143,7 @@ class Controller:
         decision = self._act(desired, seen)
         self._note_refusal()
         self._note_children(seen)
-        state = summarise(desired, seen, self.history, time.time(), scaling)
+        state = summarise(desired, seen, self.history, self._world.unix(), scaling)
         was_ready = self.history.was_ready or state.phase == "ready"
         self.history = msgspec.structs.replace(self.history, was_ready=was_ready)
         events, self._noted = changes(state, self._noted)
@@ -158,7 +159,7 @@ class Controller:
         asked = self.target.asked_replicas(self.run)
         leaving = self._memory.leaving | self._memory.drain_since.keys()
         look = Look(seen, self.history.failed, self.history.refused, leaving, asked)
-        scaling = self._scaler.step(desired, look, time.time())
+        scaling = self._scaler.step(desired, look, self._world.unix())
         self._post_each("/admin/forget", self._scaler.retried)
         failed = {name: row for name, row in self.history.failed.items() if name not in self._scaler.retried}
         self.history = msgspec.structs.replace(self.history, failed=failed)
@@ -173,7 +174,7 @@ class Controller:
     def end_children(self) -> None:
         """The watchdog; the others only where the target placed us: next to `up`, `down` ends them."""
         if self._watchdog is not None:
-            processes.end([self._watchdog], 1.0)
+            self._processes.end([self._watchdog], 1.0)
         for child in self._children:
             child.stop(ends=self._own is not None)
 
@@ -185,7 +186,7 @@ class Controller:
         self.history = msgspec.structs.replace(self.history, **parts)
 
     def _own_part(self, last: State | None) -> Part:
-        part = Part("running", processes.identify(os.getpid(), "controller"), unit=self._own)
+        part = Part("running", self._processes.identify(os.getpid(), "controller"), unit=self._own)
         before = last.controller if last is not None else Part("gone")
         is_successor = before.unit != self._own
         if before.process is None or is_successor:
@@ -197,9 +198,9 @@ class Controller:
     def _gateway_part(self, last: State | None) -> Part:
         """The gateway as the controller before this one had it, or one that it started and, killed, did not note."""
         part = last.gateway if last is not None else Part("gone")
-        if "gateway" in self._placed or (part.process is not None and processes.is_alive(part.process)):
+        if "gateway" in self._placed or (part.process is not None and self._processes.is_alive(part.process)):
             return part
-        unnoted = [process for process in processes.find_marked(str(self.run.path)) if process.role == "gateway"]
+        unnoted = [process for process in self._processes.find_marked(str(self.run.path)) if process.role == "gateway"]
         if not unnoted:
             return part
         first = min(unnoted, key=lambda process: process.started_at)  # it starts its workers
@@ -207,15 +208,15 @@ class Controller:
         return msgspec.structs.replace(part, state="running", process=process)
 
     def _keep_watchdog(self) -> None:
-        if self._watchdog is not None and processes.is_alive(self._watchdog):
+        if self._watchdog is not None and self._processes.is_alive(self._watchdog):
             return
         if self._watchdog is not None:
             self.run.add_event("watchdog restarted", f"its process {self._watchdog.pid} was gone")
         argv = [sys.executable, "-m", "penstock.deployment.controller.watchdog", str(self.run.path), str(os.getpid())]
-        self._watchdog = processes.start_detached(argv, self._marks("watchdog"), self.run.log("controller"))
+        self._watchdog = self._processes.start_detached(argv, self._marks("watchdog"), self.run.log("controller"))
 
     def _marks(self, role: str) -> dict[str, str]:
-        return processes.marks(str(self.run.path), self.run.record().id, role)
+        return marks(str(self.run.path), self.run.record().id, role)
 
     # ---- replicas that fail ------------------------------------------------------------------------------------------
 
@@ -285,7 +286,7 @@ class Controller:
                 self._scaler.note_ready()
             try:
                 start_times.keep(self._plan, announcement)
-                path = measured.keep(self._plan, announcement.measured, time.time())
+                path = measured.keep(self._plan, announcement.measured, self._world.unix())
             except OSError as exc:  # the next plan then estimates, as this one did
                 self.run.add_event("measured values lost", str(exc), replica=announcement.replica)
                 continue
@@ -302,9 +303,9 @@ class Controller:
     # ---- acting ------------------------------------------------------------------------------------------------------
 
     def _act(self, desired: Desired, seen: Observation) -> Decision:
-        now = time.monotonic()
+        now = self._world.now()
         memory = msgspec.structs.replace(self._memory, failed=frozenset(self.history.failed), due_at=self._due_at)
-        decision, self._memory = decide(desired, seen, memory, now, time.time())
+        decision, self._memory = decide(desired, seen, memory, now, self._world.unix())
         self._add_events(decision.events)
         failed = {name: row for name, row in self.history.failed.items() if name not in decision.forget}
         self.history = msgspec.structs.replace(self.history, failed=failed)
@@ -337,8 +338,7 @@ class Controller:
         rows = seen.view.replicas if seen.view else ()
         lost = [row.announcement for row in rows if row.announcement.replica in decision.again]
         segments = [path for announcement in lost for path in announcement.shared_memory]
-        self._worker = threading.Thread(target=self._place, args=(units, segments), name="place", daemon=True)
-        self._worker.start()
+        self._worker = self._world.thread(lambda: self._place(units, segments), "place")
 
     def _note_restarts(self, decision: Decision, seen: Observation, now: float) -> bool:
         """Note the replicas that are placed again as restarts; False when one of them failed."""
@@ -348,7 +348,7 @@ class Controller:
                 return False
             placement = seen.placements[replica(name)]
             is_broken = placement.state == "broken"
-            restart = Restart(round(time.time(), 2), placement.reason or "it was gone")
+            restart = Restart(round(self._world.unix(), 2), placement.reason or "it was gone")
             if not (is_broken and name in self._broken):  # a lost node is reported once, however often it is tried
                 self._remember_restart(name, restart, seen)
             if is_broken:
@@ -367,7 +367,7 @@ class Controller:
             self._refuse(frozenset(units) ^ before, str(exc))
             return
         self._refusal = None
-        processes.unlink_shared_memory(segments)
+        self._processes.unlink_shared_memory(segments)
         after = _placed_units(self.run)  # not all that was asked for, where a host does not answer
         for unit in sorted(before - after, key=order):
             if unit.kind == "replica":
@@ -386,7 +386,7 @@ class Controller:
     def _refuse(self, changes: frozenset[Unit], message: str) -> None:
         if self._refusal is None or self._refusal.message != message:
             self.run.add_event("place failed", message)
-        now = time.monotonic()
+        now = self._world.now()
         backoff = self._refusal.backoff if self._refusal is not None else Backoff(1.0, 30.0, 300.0)
         self._refusal = _Refusal(changes, message, backoff, now + backoff.next(now))
 
@@ -424,14 +424,14 @@ class Controller:
         process = self.history.gateway.process
         wanted = decision.place is None or any(unit.kind == "gateway" for unit in decision.place)
         if not wanted and process is not None and seen.gateway.state == "running":
-            processes.signal_process(process, signal.SIGKILL)
+            self._processes.signal_process(process, signal.SIGKILL)
         if not decision.starts_gateway:
             return
         self._note_gateway(decision, seen, now)
         argv = [sys.executable, "-m", "penstock.gateway", str(self.run.gateway_config)]
         files, self._sockets = self._sockets, ()
         argv += ["--sockets", ",".join(map(str, files))] if files else []
-        process = processes.start_detached(argv, self._marks("gateway"), self.run.log("gateway"), files=files)
+        process = self._processes.start_detached(argv, self._marks("gateway"), self.run.log("gateway"), files=files)
         for file in files:
             os.close(file)
         part = msgspec.structs.replace(self.history.gateway, state="running", process=process)
@@ -451,7 +451,7 @@ class Controller:
         )
 
     def _write(self, state: State) -> None:
-        now = time.monotonic()
+        now = self._world.now()
         if self._written is not None:
             at, before = self._written
             same = msgspec.structs.replace(before, observed_at=0.0) == msgspec.structs.replace(state, observed_at=0.0)

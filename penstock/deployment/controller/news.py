@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable
 
 import msgspec
 
@@ -14,6 +11,7 @@ from penstock.errors import PenstockError
 from penstock.run_folder import Run, State
 from penstock.wire.gateways import post_each
 from penstock.wire.live import DeploymentNews, Event
+from penstock.world import REAL, Thread, World
 
 EVERY_S = 5.0
 AGAIN_S = 1.0  # after a failure
@@ -44,11 +42,11 @@ def _without_time(news: DeploymentNews) -> DeploymentNews:
 class NewsPoster:
     """Posts in a thread, one at a time: a gateway that does not answer delays no tick."""
 
-    def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
-        self._run, self._clock = run, clock
+    def __init__(self, run: Run, world: World = REAL) -> None:
+        self._run, self._world = run, world
         self._posted: DeploymentNews | None = None
         self._tried_at = -EVERY_S
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._events: tuple[Event, ...] = ()
         self._events_version: tuple[int, ...] = ()
 
@@ -56,14 +54,13 @@ class NewsPoster:
         """Does not block. What changes while a post is under way goes with the next."""
         if state.gateway.state != "running" or (self._thread is not None and self._thread.is_alive()):
             return
-        news = make_news(self._run.name, state, self._read_events(), time.time())
-        now = self._clock()
+        news = make_news(self._run.name, state, self._read_events(), self._world.unix())
+        now = self._world.now()
         is_change = self._posted is not None and _without_time(news) != _without_time(self._posted)
         if not is_change and now - self._tried_at < (EVERY_S if self._posted is not None else AGAIN_S):
             return
         self._tried_at = now
-        self._thread = threading.Thread(target=self._send, args=(news,), name="news", daemon=True)
-        self._thread.start()
+        self._thread = self._world.thread(lambda: self._send(news), "news")
 
     def _send(self, news: DeploymentNews) -> None:
         try:

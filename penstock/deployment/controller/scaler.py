@@ -7,7 +7,6 @@ here, and in scaling.json, from which a controller that takes over goes on.
 from __future__ import annotations
 
 import re
-import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
@@ -68,15 +67,15 @@ class Look(NamedTuple):
 
 
 class Scaler:
-    """`last`: the state that the controller before this one wrote."""
+    """`last`: the state that the controller before this one wrote. `now`: Unix seconds."""
 
-    def __init__(self, run: Run, deployment: Deployment, plan: Plan, last: State | None) -> None:
+    def __init__(self, run: Run, deployment: Deployment, plan: Plan, last: State | None, now: float) -> None:
         self.events: list[Event] = []
         self.retried: frozenset[str] = frozenset()  # failed replicas that are to be started again now
         self._run, self._plan, self._replicas = run, plan, deployment.replicas
         target = targets.load(deployment.target)
         self._order_every_s = target.order_every_s
-        self._sampler = LoadSampler(time.time())
+        self._sampler = LoadSampler(now)
         self._samples: deque[Sample] = deque(maxlen=_SAMPLES_KEPT)
         kept = _read(run) or _first(run, last)
         self._number, self._remembered, self._ordered_more_at = kept.replicas, kept.remembered, kept.ordered_more_at

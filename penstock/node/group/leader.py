@@ -41,7 +41,7 @@ class GroupLeader:
         self._epoch = secrets.token_hex(4)
         # Every node answers this epoch with new facts.
         self._post("gather")
-        while not wait_for(lambda: self._all_in("here", on_wait), self._is_stopped, patience_s):
+        while not wait_for(lambda: self._all_in("here", on_wait), self._is_stopped, patience_s, self._board.world):
             if self._is_stopped() or not self._is_one_preparing():
                 return self._absent(patience_s)
         posts = self._board.posts()
@@ -66,7 +66,9 @@ class GroupLeader:
     def go(self, formation: Formation) -> Diagnosis | None:
         """Let the others start and wait until they have; why they have not, or None."""
         self.post_go(formation)
-        if wait_for(lambda: self._all_in("running") or self.trouble() is not None, self._is_stopped, _START_S):
+        if wait_for(
+            lambda: self._all_in("running") or self.trouble() is not None, self._is_stopped, _START_S, self._board.world
+        ):
             return self.trouble()
         if self._is_stopped():
             return None

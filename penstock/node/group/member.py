@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -45,10 +43,11 @@ class GroupMember:
         on_ready: Callable[[], None],
         ready_file: ReadyFile,
     ) -> None:
-        self.stops, self._began = 0, time.monotonic()
+        self._world = board.world
+        self.stops, self._began = 0, self._world.now()
         self._plan, self._board, self._engine, self._introduce, self._start = plan, board, engine, introduce, start
         self._on_ready, self._ready_file = on_ready, ready_file
-        self._wake = threading.Event()
+        self._wake = self._world.event()
         self._ended: set[str] = set()
         self._stop_by: float | None = None
         self._last: tuple[str, Mapping[str, Any]] = ("", {})
@@ -56,7 +55,7 @@ class GroupMember:
 
     def stop(self) -> None:
         self.stops += 1
-        self._stop_by = self._stop_by or time.monotonic() + self._plan.drain_s
+        self._stop_by = self._stop_by or self._world.now() + self._plan.drain_s
         self._wake.set()
 
     def leave(self) -> None:
@@ -111,7 +110,7 @@ class GroupMember:
             except BaseException as exc:  # noqa: BLE001 - raised again by who asks for the result
                 made.set_exception(exc)
 
-        threading.Thread(target=make, daemon=True).start()
+        self._world.thread(make, "prepare")
         return made
 
     def _show(self, progress: Progress) -> None:
@@ -135,8 +134,8 @@ class GroupMember:
     def _while_running(self, epoch: str, local: NodeProcesses) -> None:
         next_look = 0.0
         while not self._must_leave():
-            if time.monotonic() >= next_look:
-                next_look = time.monotonic() + _LOOK_EVERY_S
+            if self._world.now() >= next_look:
+                next_look = self._world.now() + _LOOK_EVERY_S
                 local.look()
             leader_epoch, content = self._leader()
             is_going = content.get("phase") == "go"
@@ -167,7 +166,7 @@ class GroupMember:
         A post from before this process started ("stopping") was for the process before it.
         """
         row = self._board.posts().get(_HEAD)
-        if row is not None and row.age_s < time.monotonic() - self._began:
+        if row is not None and row.age_s < self._world.now() - self._began:
             self._last = (row.post.epoch, row.post.content)
         elif self._board.can_judge():
             self._last = ("", {})
@@ -187,7 +186,7 @@ class GroupMember:
     def _must_leave(self) -> bool:
         if self.stops == 0:
             return False
-        is_late = self._stop_by is not None and time.monotonic() > self._stop_by
+        is_late = self._stop_by is not None and self._world.now() > self._stop_by
         return self.stops > 1 or is_late or self._board.silence_s() > _GATEWAY_GONE_S
 
     def _pause(self) -> None:

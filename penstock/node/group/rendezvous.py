@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +20,7 @@ import msgspec
 from penstock.errors import PenstockError
 from penstock.node.announcer import AdminClient
 from penstock.wire.announcement import BoardView, MachineReading, Post, PostView
+from penstock.world import REAL, Thread, World
 
 _POST_EVERY_S = 0.5
 _FORMING_POST_EVERY_S = 0.1  # nodes that form wait for each other's posts
@@ -32,7 +31,7 @@ _FORMING = ("gather", "here")
 _RESTING, _RESTING_POST_EVERY_S = "whole", 2.0
 
 
-class BoardClient(threading.Thread):
+class BoardClient:
     """Renews this node's post on the board and keeps what the others posted last.
 
     `on_leave` is called, from this thread, with each answer that orders the node to leave. Each post carries what
@@ -46,18 +45,24 @@ class BoardClient(threading.Thread):
         rank: int,
         on_leave: Callable[[], None],
         machine: Callable[[], MachineReading | None] = lambda: None,
+        world: World = REAL,
     ) -> None:
-        super().__init__(name="rendezvous", daemon=True)
-        self._machine = machine
+        self._machine, self.world = machine, world
+        self._thread: Thread | None = None
         self.rank = rank
         self.instance = secrets.token_hex(4)
         self._admin, self._replica, self._on_leave = admin, replica, on_leave
-        self._changed = threading.Condition()
+        self._changed = world.condition()
         self._mine: Post | None = None
         self._is_posted = False
         self._view: BoardView | None = None
         self._answered_at = 0.0
         self._pause_s = _POST_EVERY_S
+
+    def start(self) -> None:
+        """Begin to renew the post, in a thread. Safe to repeat."""
+        if self._thread is None:
+            self._thread = self.world.thread(self.run, "rendezvous")
 
     def post(self, epoch: str, **content: Any) -> None:
         """Replace this node's post, which is sent at once and then renewed. Does not block."""
@@ -75,7 +80,7 @@ class BoardClient(threading.Thread):
         """The last post of every other rank that is not gone."""
         with self._changed:
             view, answered_at = self._view, self._answered_at
-        waited_s = time.monotonic() - answered_at
+        waited_s = self.world.now() - answered_at
         return {
             row.post.rank: row
             for row in (view.posts if view else ())
@@ -86,12 +91,12 @@ class BoardClient(threading.Thread):
         """Whether the board is fresh and old enough that a rank missing from it is gone."""
         with self._changed:
             is_old = self._view is not None and self._view.age_s > GONE_AFTER_S
-            return is_old and time.monotonic() - self._answered_at < 3 * _POST_EVERY_S
+            return is_old and self.world.now() - self._answered_at < 3 * _POST_EVERY_S
 
     def silence_s(self) -> float:
         """How long the board has not answered."""
         with self._changed:
-            return time.monotonic() - self._answered_at
+            return self.world.now() - self._answered_at
 
     def wait_posted(self, timeout_s: float) -> None:
         with self._changed:
@@ -109,23 +114,27 @@ class BoardClient(threading.Thread):
                 answer = self._admin.post_json("/admin/board", msgspec.to_builtins(post))
                 view = msgspec.convert(answer, BoardView)
             except (PenstockError, msgspec.ValidationError):
-                time.sleep(_POST_EVERY_S)  # the gateway is down or starting: until it answers no node counts as gone
+                self.world.sleep(
+                    _POST_EVERY_S
+                )  # the gateway is down or starting: until it answers no node counts as gone
                 continue
             if view.leave:
                 self._on_leave()
             with self._changed:
-                self._view, self._answered_at = view, time.monotonic()
+                self._view, self._answered_at = view, self.world.now()
                 self._is_posted = self._is_posted or self._mine == mine
                 self._changed.notify_all()
 
 
-def wait_for(is_so: Callable[[], bool], is_stopped: Callable[[], bool], timeout_s: float | None) -> bool:
+def wait_for(
+    is_so: Callable[[], bool], is_stopped: Callable[[], bool], timeout_s: float | None, world: World = REAL
+) -> bool:
     """Poll until it is so (True), or the time is over or the node is stopped (False)."""
-    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    deadline = math.inf if timeout_s is None else world.now() + timeout_s
     while not is_stopped():
         if is_so():
             return True
-        if time.monotonic() > deadline:
+        if world.now() > deadline:
             return False
-        time.sleep(0.1)
+        world.sleep(0.1)
     return False
