@@ -350,7 +350,7 @@ async def test_key_expires_and_the_configs_own_key_stays_valid(place: str, monke
     async with rig_with(say(ANSWER), store=place, auth="keys", key_hashes=hashes) as (rig, _, _):
         assert await statuses(rig, secret, 1) == [200]
         later = time.time() + 61
-        monkeypatch.setattr(time, "time", lambda: later)
+        monkeypatch.setattr(rig.gateway.accounting, "unix", lambda: later)
         assert await statuses(rig, secret, 1) == [401]
         assert await statuses(rig, KEY, 1) == [200]
         assert (await rows(rig, 2))[-1]["key_id"] == "first"

@@ -48,9 +48,9 @@ class Worker:
             listen=address, admin=address, admin_token_file="", models=models, auth="none", store=store
         )
         self.counters, self.queue = Counters(["m"]), WaitingQueue()
-        parts = (ReplicaTable(models), self.queue, Pool(), self.counters, 1.0)
+        parts = (config, ReplicaTable(models), self.queue, Pool(), self.counters)
         self.accounting = Accounting(config)
-        context = GatewayContext(*parts, needs_key=False, hides_key=False)
+        context = GatewayContext(*parts, hides_key=False)
         self._reporter = Reporter(context, self.accounting, NewsBoard(config), before)
 
     def count(self, n_requests: int, seconds: float = 0.25) -> None:

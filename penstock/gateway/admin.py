@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
@@ -77,7 +76,7 @@ class AdminApi:
         self._accounting = accounting
         self._replicas = context.replicas
         self._token = token
-        self._board = RankBoard(time.monotonic())
+        self._board = RankBoard(context.now())
 
     def refuse(self, head: RequestHead, *, is_whole: bool) -> Answer | None:
         is_monitoring = head.path in MONITORING_PATHS
@@ -99,15 +98,15 @@ class AdminApi:
             return self._monitoring.handle(request, client)
         try:
             if _is_of_keys(path):
-                return _call_store(request, client, self._accounting.ledger)
+                return _call_store(request, client, self._accounting.ledger, self._context.unix())
             if path == b"/admin/health":
                 return json_answer({"ok": True})
             if path == b"/admin/replicas":
                 return self._reporter.respond(client, lambda report: json_answer(self._reporter.view(report)))
             if path == b"/admin/board" and request.head.method == b"GET":
-                return json_answer(self._board.rows(time.monotonic()))
+                return json_answer(self._board.rows(self._context.now()))
             if path == _NEWS:
-                body = dated(body)
+                body = dated(body, self._context.now())
             answer = self.apply(path, body)
         except (msgspec.DecodeError, UserError) as error:
             return error_answer(400, str(error), "bad_request")
@@ -133,7 +132,7 @@ class AdminApi:
             return self._announce(msgspec.json.decode(body, type=Announcement))
         if path == b"/admin/board":
             post = msgspec.json.decode(body, type=Post)
-            return self._board.post(post, time.monotonic(), must_leave=self._replicas.must_leave(post.replica))
+            return self._board.post(post, self._context.now(), must_leave=self._replicas.must_leave(post.replica))
         if path == _NEWS:
             dated_news = msgspec.json.decode(body, type=DatedNews)
             self._reporter.news.take(dated_news)
@@ -160,18 +159,18 @@ class AdminApi:
     def _announce(self, announcement: Announcement) -> AnnounceAnswer:
         before = self._replicas.find(announcement.replica)
         state_before = before.announcement.state if before and not before.is_lapsed else "absent"
-        is_draining = self._replicas.announce(announcement, time.monotonic())
+        is_draining = self._replicas.announce(announcement, self._context.now())
         if announcement.state != state_before:
             log.info("replica %s: %s -> %s", announcement.replica, state_before, announcement.state)
         self._wake(announcement.replica)
         if announcement.state == "sleeping":
-            self._context.wake_sleeper(announcement.model, time.monotonic())
+            self._context.wake_sleeper(announcement.model, self._context.now())
         must_leave, order = (ask(announcement.replica) for ask in (self._replicas.must_leave, self._replicas.order_of))
         return AnnounceAnswer(is_draining, bool(must_leave), order == "sleep", order == "wake")
 
     def _wake(self, name: str) -> None:
         replica = self._replicas.find(name)
-        if replica is not None and self._replicas.is_ready(replica, time.monotonic()):
+        if replica is not None and self._replicas.is_ready(replica, self._context.now()):
             self._context.queue.wake(replica.announcement.model)
 
 
@@ -192,11 +191,11 @@ def key_facts(key: ApiKey, secret: str | None = None) -> dict[str, Any]:
     return facts | {"created_at": key.created_at, "revoked_at": key.revoked_at}
 
 
-def _call_store(request: Request, client: ClientConnection, ledger: Ledger | None) -> Answer | None:
+def _call_store(request: Request, client: ClientConnection, ledger: Ledger | None, now: float) -> Answer | None:
     """Answers when the store has. Raises msgspec.DecodeError and UserError."""
     if ledger is None or ledger.store is None:
         return error_answer(409, "this gateway has no store: its keys are those of its config", "no_store")
-    job = _job(request)
+    job = _job(request, now)
 
     async def work() -> None:
         try:
@@ -211,8 +210,8 @@ def _call_store(request: Request, client: ClientConnection, ledger: Ledger | Non
     return None
 
 
-def _job(request: Request) -> Callable[[KeyStore], Any]:
-    head, now = request.head, time.time()
+def _job(request: Request, now: float) -> Callable[[KeyStore], Any]:
+    head = request.head
     name = unquote(head.path[len(_KEYS) + 1 :].decode("latin-1"))
     if head.method == b"GET" and not name:
         return lambda store: [key_facts(key) for key in store.all()]

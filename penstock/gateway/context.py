@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import msgspec
 
+from penstock.gateway.config import GatewayConfig
 from penstock.gateway.connections.engine import Pool
 from penstock.gateway.metrics import Counters
 from penstock.gateway.retries import Retries
@@ -15,6 +16,7 @@ from penstock.gateway.routing.replicas import Replica, ReplicaTable, ResponseOwn
 from penstock.gateway.slow_requests import SlowRequests
 from penstock.gateway.trace_context import TRACEPARENT, Tracer
 from penstock.wire.http1 import HOP_BY_HOP
+from penstock.world import REAL, World
 
 # The gateway's own replace the client's: the body is whole, and the engine is another host.
 OWN_HEADERS: Final = frozenset((b"host", b"content-length", b"expect", b"x-request-id", b"x-penstock-replica"))
@@ -40,20 +42,22 @@ class GatewayContext:
 
     def __init__(
         self,
+        config: GatewayConfig,
         replicas: ReplicaTable,
         queue: WaitingQueue,
         pool: Pool,
         counters: Counters,
-        hold_s: float,
         *,
-        needs_key: bool,
         hides_key: bool,
-        allowed_origins: Sequence[str] = (),
+        world: World = REAL,
     ) -> None:
+        self.world = world
+        self.now: Callable[[], float] = world.now
+        self.unix: Callable[[], float] = world.unix
         self.replicas, self.queue, self.pool, self.counters = replicas, queue, pool, counters
-        self.hold_s = hold_s
-        self.needs_key = needs_key
-        self.allowed_origins = frozenset([origin.encode() for origin in allowed_origins])
+        self.hold_s = config.hold_s
+        self.needs_key = config.auth == "keys"
+        self.allowed_origins = frozenset([origin.encode() for origin in config.allowed_origins])
         self.tracer: Tracer | None = None
         self.dropped = _DROPPED | _KEYS if hides_key else _DROPPED
         self.dropped_plain = self.dropped | {b"accept-encoding"}

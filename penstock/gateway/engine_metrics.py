@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 from penstock.gateway import metrics
@@ -17,6 +16,7 @@ from penstock.gateway.responses import http_date
 from penstock.gateway.routing.replicas import Replica, ReplicaTable
 from penstock.text import MIB
 from penstock.wire.http1 import ResponseHead, write_response_head
+from penstock.world import REAL, World
 
 DEADLINE_S = 2.0
 # A page of vLLM has some 60 kB.
@@ -29,7 +29,8 @@ KEEP_S = 1.0
 class EngineMetrics:
     """Several who ask at once share one round of questions to the engines."""
 
-    def __init__(self, config: GatewayConfig, replicas: ReplicaTable, pool: Pool) -> None:
+    def __init__(self, config: GatewayConfig, replicas: ReplicaTable, pool: Pool, world: World = REAL) -> None:
+        self._world = world
         self._config, self._replicas, self._pool = config, replicas, pool
         self._scrape: asyncio.Task[list[bytes]] | None = None
 
@@ -45,7 +46,7 @@ class EngineMetrics:
         try:
             pieces = await asyncio.shield(self._start())
             headers = [
-                (b"date", http_date(int(time.time()))),
+                (b"date", http_date(int(self._world.unix()))),
                 (b"content-type", metrics.CONTENT_TYPE),
                 (b"content-length", b"%d" % sum(map(len, pieces))),
                 (b"x-request-id", request.request_id),
@@ -57,7 +58,7 @@ class EngineMetrics:
             for piece in () if request.head.method == b"HEAD" else pieces:
                 await flow.may_write.wait()
                 client.write(piece)
-                await asyncio.sleep(0)  # requests come between two families
+                await self._world.pause(0)  # requests come between two families
         except asyncio.CancelledError:
             client.fail(is_framed=True)
             raise
@@ -78,7 +79,7 @@ class EngineMetrics:
 
     async def _ask_all(self) -> list[bytes]:
         """The page, a family each. A replica that does not answer in time and bounds is left out of it."""
-        began_at = time.monotonic()
+        began_at = self._world.now()
         rows = sorted(self._replicas.all(), key=lambda row: row.name)
         budget = _Budget()
         tasks = {
@@ -93,21 +94,21 @@ class EngineMetrics:
         seconds: dict[Labels, float] = {}
         for row in rows:
             task = tasks.get(row.name)
-            page, took_s = _result(task, time.monotonic() - began_at)
+            page, took_s = _result(task, self._world.now() - began_at)
             labels = (("replica", row.name),)
             up[labels], seconds[labels] = float(page is not None), round(took_s, 4)
             if page is not None:
                 pages.add(page, _labels(row, self._config.deployment))
-                await asyncio.sleep(0)
+                await self._world.pause(0)
         pieces = [metrics.write_metrics([("engine_scrape_up", up), ("engine_scrape_seconds", seconds)], ())]
         for piece in pages.write():
             pieces.append(piece)
-            await asyncio.sleep(0)
+            await self._world.pause(0)
         return pieces
 
     async def _ask(self, address: Address, budget: _Budget) -> tuple[bytes, float]:
         """The page and the seconds it took. Raises OSError and UpstreamError."""
-        began_at = time.monotonic()
+        began_at = self._world.now()
         connection = self._pool.take(address) or await self._pool.connect(address)
         body = _Body(budget)
         try:
@@ -117,7 +118,7 @@ class EngineMetrics:
             connection.discard()
             raise
         connection.release()
-        return page, time.monotonic() - began_at
+        return page, self._world.now() - began_at
 
 
 class _Flow:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from operator import sub
 from typing import Final
 
@@ -111,7 +110,7 @@ class Forwarding:
             if entry is not None:
                 self._body = entry.body
             if self._facts.timeout_s is not None:
-                delay_s = self._received_at + self._facts.timeout_s - time.monotonic()
+                delay_s = self._received_at + self._facts.timeout_s - self._context.now()
                 self._timer = asyncio.get_running_loop().call_later(max(0.0, delay_s), self._be_late)
             if not context.queue.waiting_for(self._model) and not (entry is not None and entry.is_held):
                 self._take_replica()
@@ -149,15 +148,15 @@ class Forwarding:
     async def _find(self, pause_s: float = 0.0) -> None:
         try:
             if self._entry is not None and self._entry.is_held:
-                began_at = time.monotonic()
+                began_at = self._context.now()
                 refusal = await self._entry.take_held()
-                self._waited_s += time.monotonic() - began_at
+                self._waited_s += self._context.now() - began_at
                 if refusal is not None:
                     self._refuse(refusal)
                     return
-            deadline = time.monotonic() + self._context.hold_s
+            deadline = self._context.now() + self._context.hold_s
             if pause_s:
-                await asyncio.sleep(pause_s)
+                await self._context.world.pause(pause_s)
                 self._waited_s += pause_s
             while True:
                 if self._replica is None and not await self._wait_for_replica(deadline):
@@ -179,7 +178,7 @@ class Forwarding:
     async def _wait_for_replica(self, deadline: float) -> bool:
         """Whether there is a replica now, with this request counted on it. If not, the client has its answer."""
         context, facts = self._context, self._facts
-        began_at = time.monotonic()
+        began_at = self._context.now()
         if not context.queue.waiting_for(self._model) and self._take_replica():
             return True
         if began_at >= deadline:
@@ -199,7 +198,7 @@ class Forwarding:
         self._held_at = began_at
         try:
             while True:
-                now = time.monotonic()
+                now = self._context.now()
                 if now >= deadline:
                     self._task = None
                     self._refuse_for_now()
@@ -212,7 +211,7 @@ class Forwarding:
                         return True
                     context.queue.return_to_queue(entry)
         finally:
-            hold_s = time.monotonic() - began_at
+            hold_s = self._context.now() - began_at
             self._waited_s += hold_s
             self._hold_s += hold_s
             self._held_at = None
@@ -220,7 +219,7 @@ class Forwarding:
             self._leave_queue()
 
     def _take_replica(self) -> bool:
-        self._replica = self._context.replicas.begin(self._model, time.monotonic(), self._hints, self._lost)
+        self._replica = self._context.replicas.begin(self._model, self._context.now(), self._hints, self._lost)
         return self._replica is not None
 
     def _leave_queue(self) -> None:
@@ -249,7 +248,7 @@ class Forwarding:
                 return None
             self._replica = None
             context.counters.n_connect_failures += 1
-            context.retries.note_failure(replica, time.monotonic())
+            context.retries.note_failure(replica, self._context.now())
             context.retries.suspect(replica, address, f"could not connect: {error}")
             context.end(replica)
             return None
@@ -258,7 +257,7 @@ class Forwarding:
         context = self._context
         self._connection = connection
         wire = self._write_request(connection)
-        self._sent_at = self._last_at = time.monotonic()
+        self._sent_at = self._last_at = self._context.now()
         self._own_s = self._sent_at - self._received_at - self._waited_s
         context.counters.own_s.observe(self._own_s)
         self._client.read_from(connection)
@@ -328,7 +327,7 @@ class Forwarding:
                 body = read_input_error(data) if is_end else None
                 if body is not None:
                     head, data = ResponseHead(400, head.headers, head.keeps_alive, len(body), False), body
-                elif self._context.retries.may_retry(self._lost, Loss.FAILED, time.monotonic()):
+                elif self._context.retries.may_retry(self._lost, Loss.FAILED, self._context.now()):
                     self._lose(Loss.FAILED)
                     return
             out = self._begin_response(head)
@@ -357,7 +356,7 @@ class Forwarding:
     def _note_time(self, series: Series) -> None:
         """Measures the first byte, a stream's gaps, and another answer's beginning or end."""
         self._note_tokens()
-        now = time.monotonic()
+        now = self._context.now()
         if not self._has_first:
             self._has_first = True
             self._first_at = now
@@ -390,7 +389,7 @@ class Forwarding:
         if self._response is None:
             self._lose(Loss.LOST)
         else:
-            self._context.retries.note_failure(self._replica, time.monotonic())
+            self._context.retries.note_failure(self._replica, self._context.now())
             self._end_early(str(error))
 
     def bear_silence(self, now: float) -> None:
@@ -416,7 +415,7 @@ class Forwarding:
     def _lose(self, loss: Loss) -> None:
         replica, connection, retries = self._replica, self._connection, self._context.retries
         assert replica is not None and connection is not None
-        now = time.monotonic()
+        now = self._context.now()
         self._waited_s += now - self._sent_at
         is_repeated = retries.lose(replica, self._lost, loss, now)
         self._lost += (replica.name,)
@@ -441,11 +440,11 @@ class Forwarding:
         if head.status < 500:
             replica.health.succeed()
             if self._failed is not None and self._failed[0] is not replica:
-                self._context.retries.note_answered_elsewhere(*self._failed, time.monotonic())
+                self._context.retries.note_answered_elsewhere(*self._failed, self._context.now())
         elif head.status in FAILED_STATUSES and not self._lost:
             assert self._connection is not None
             client, address = credential(self._request_head) or b"", self._connection.address
-            self._context.retries.note_last_failure(replica, address, client, time.monotonic())
+            self._context.retries.note_last_failure(replica, address, client, self._context.now())
         self._streams = is_event_stream(head)
         if self._entry is not None:
             self._entry.begin(head, self._streams)
@@ -468,7 +467,7 @@ class Forwarding:
             framing += b"transfer-encoding: chunked\r\n"
         kept = head.keep(_DROPPED_OF_RESPONSE)
         if not kept.startswith(b"date: ") and kept.find(b"\r\ndate: ") < 0:
-            kept = b"date: %s\r\n%s" % (http_date(int(time.time())), kept)
+            kept = b"date: %s\r\n%s" % (http_date(int(self._context.unix())), kept)
         if 300 <= head.status < 400 and self._connection is not None:
             # An engine names itself by the address at which it was asked.
             kept = kept.replace(b"location: http://%s/" % host_header(self._connection.address), b"location: /")
@@ -494,7 +493,7 @@ class Forwarding:
             self._is_held_open = True
             self._ending = Ending()
             self._is_chunked = not self._request_head.is_http_10
-            out = waiting_streams.write_head(time.time(), self._is_chunked) + self._write_own_headers(None)
+            out = waiting_streams.write_head(self._context.unix(), self._is_chunked) + self._write_own_headers(None)
         self._client.write(out + (write_chunk(comment) if self._is_chunked else comment))
 
     def _collect(self, data: bytes, is_end: bool) -> None:
@@ -533,7 +532,7 @@ class Forwarding:
         context, entry = self._context, self._entry
         name, usage = self._replica.name if self._replica is not None else "", _NO_USAGE
         exchange, trace = None, self._trace
-        ended_at = self._last_at if outcome == "complete" else time.monotonic()
+        ended_at = self._last_at if outcome == "complete" else self._context.now()
         is_slow = ended_at - self._received_at > context.slow.least_s
         if is_slow or (entry is not None and (entry.logs_all or (trace is not None and trace.is_sampled))):
             hold_s = self._hold_s if self._held_at is None else self._hold_s + ended_at - self._held_at
@@ -551,7 +550,8 @@ class Forwarding:
             self._note_output(usage.output_tokens)
         if is_slow and exchange is not None:
             status = self._response.status if self._response is not None else OUTCOMES[outcome][1]
-            context.slow.add(slow_request(exchange, (self._model, name, status), usage, ended_at), ended_at)
+            slow = slow_request(exchange, (self._model, name, status), usage, ended_at, context.unix())
+            context.slow.add(slow, ended_at)
         context.under_way.discard(self)
         context.counters.outcomes[self._model, outcome] += 1
         if self._timer is not None:
@@ -562,7 +562,7 @@ class Forwarding:
         self._detach()
 
     def _refuse_for_now(self) -> None:
-        wait_s = self._context.replicas.retry_after_s(self._model, time.monotonic())
+        wait_s = self._context.replicas.retry_after_s(self._model, self._context.now())
         why = "" if (failure := self._context.replicas.failure) is None else f": {failure}"
         message = f"model {self._model!r} has no replica that takes requests now{why}"
         self._end_early(message, 503, "no_replica", outcome="no_replica", param="model", retry_after_s=wait_s)
@@ -583,7 +583,7 @@ class Forwarding:
         if response is None and not self._is_held_open:
             name = replica.name if replica is not None else "none"
             self._context.counters.series(self._model, name).codes[status] += 1
-            own_s = self._own_s or max(0.0, time.monotonic() - self._received_at - self._waited_s)
+            own_s = self._own_s or max(0.0, self._context.now() - self._received_at - self._waited_s)
             headers = own_headers(own_s, name.encode())
             if retry_after_s is not None:
                 headers += ((b"retry-after", b"%d" % retry_after_s),)

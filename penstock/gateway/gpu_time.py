@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 
 from penstock.errors import PenstockError
 from penstock.gateway.accounting.ledger import Ledger
@@ -16,13 +15,17 @@ from penstock.gateway.accounting.usage_store import UsageStore
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.cost import GpuTime
 from penstock.gateway.routing.replicas import ReplicaTable
+from penstock.world import REAL, World
 
 KEEP_EVERY_S = 30.0
 LAST_WRITE_S = 2.0
 
 
 class GpuTimeKeeper:
-    def __init__(self, config: GatewayConfig, replicas: ReplicaTable, ledger: Ledger | None) -> None:
+    def __init__(
+        self, config: GatewayConfig, replicas: ReplicaTable, ledger: Ledger | None, world: World = REAL
+    ) -> None:
+        self._world = world
         self.counted = GpuTime(config.gpus_per_replica, config.gpu_hour_usd)
         self._replicas = replicas
         self._ledger = ledger if ledger is not None and ledger.store is not None else None
@@ -31,7 +34,7 @@ class GpuTimeKeeper:
 
     def tick(self, now: float) -> None:
         """Once a second. `now` is monotonic."""
-        self.counted.count(self._replicas.all(), now, time.time())
+        self.counted.count(self._replicas.all(), now, self._world.unix())
         is_free = self._writing is None or self._writing.done()
         if self._ledger is not None and self.counted.slots and is_free and now >= self._due_at:
             self._due_at = now + KEEP_EVERY_S

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import Final
 from urllib.parse import parse_qs, unquote
 
@@ -73,7 +72,7 @@ class Public:
         self._replicas = context.replicas
         self._policy = config.policy
         self._names = {model.name: (model.name, *model.aliases) for model in context.replicas.models}
-        self._created = int(time.time())
+        self._created = int(context.unix())
         self._engine_routes = frozenset([route.encode() for route in config.engine_routes])
         listen = parse_address(config.listen)
         assert listen is not None
@@ -104,7 +103,7 @@ class Public:
         if holder is None:
             return self._refuse_key()
         limit = holder.quota.refuse_body() if refusal is None else None
-        return refusal if limit is None else self._accounting.over_limit(limit, holder, time.monotonic())
+        return refusal if limit is None else self._accounting.over_limit(limit, holder, self._context.now())
 
     def _refuse_site(self, head: RequestHead) -> Answer | None:
         """Refuses requests that went through this gateway before, and those that another site's page may have sent."""
@@ -233,11 +232,11 @@ class Public:
         return _unknown_model(name)
 
     def _count_ready(self) -> dict[str, int]:
-        now = time.monotonic()
+        now = self._context.now()
         return {model.name: len(self._replicas.ready(model.name, now)) for model in self._replicas.models}
 
     def _row(self, model: ServedModel) -> ModelRow:
-        now, name, table = time.monotonic(), model.name, self._replicas
+        now, name, table = self._context.now(), model.name, self._replicas
         state, n_ready = table.model_state(name, now), len(table.ready(name, now))
         announced = [row.announcement for row in table.announced(name, now)]
         lengths = [each.max_model_len for each in announced if each.max_model_len is not None]

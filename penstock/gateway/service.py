@@ -11,7 +11,6 @@ import secrets
 import signal
 import socket
 import ssl
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,6 +43,7 @@ from penstock.gateway.trace_context import Tracer
 from penstock.gateway.workers.link import ParentLink, WorkerSlot
 from penstock.gateway.workers.reports import Reporter
 from penstock.wire.announcement import engine_key
+from penstock.world import REAL, World
 
 LEASE_CHECK_S = 1.0
 
@@ -90,10 +90,15 @@ class Gateway:
     _gpu_time: GpuTimeKeeper | None = None
 
     def __init__(
-        self, config: GatewayConfig, token: str, sockets: Sockets | None = None, slot: WorkerSlot | None = None
+        self,
+        config: GatewayConfig,
+        token: str,
+        sockets: Sockets | None = None,
+        slot: WorkerSlot | None = None,
+        world: World = REAL,
     ) -> None:
         # Each worker has its own connection to the store: it is opened after the fork.
-        self.accounting = Accounting(config)
+        self.accounting = Accounting(config, world)
         try:
             sockets = sockets or open_sockets(config)
         except BaseException:
@@ -107,33 +112,29 @@ class Gateway:
         # The same in all workers, and in no other gateway.
         facts = f"{socket.gethostname()} {token} {config}"
         via = b"penstock-" + hashlib.sha256(facts.encode()).hexdigest()[:16].encode()
-        pool = Pool(engine_key(token) if config.engines_need_key else None, keys, via)
-        needs_key = config.auth == "keys"
-        hides_key = needs_key or config.engines_need_key or bool(keys)
+        pool = Pool(engine_key(token) if config.engines_need_key else None, keys, via, world)
+        hides_key = config.auth == "keys" or config.engines_need_key or bool(keys)
         self._context = GatewayContext(
-            *(replicas, WaitingQueue(config.queue), pool, counters, config.hold_s),
-            needs_key=needs_key,
-            hides_key=hides_key,
-            allowed_origins=config.allowed_origins,
+            *(config, replicas, WaitingQueue(config.queue), pool, counters), hides_key=hides_key, world=world
         )
         if config.traces is not None:
             self._context.trace(Tracer(config.traces.sample, os.urandom))
-        self._static_upstreams = StaticUpstreams(config.upstreams, replicas, self._context.queue, self._context.pool)
-        self._lapsed_probes = LapsedProbes(replicas, self._context.pool)
+        self._static_upstreams = StaticUpstreams(config.upstreams, replicas, self._context.queue, pool, world)
+        self._lapsed_probes = LapsedProbes(replicas, pool, world)
         store = self.accounting.ledger.store if self.accounting.ledger is not None else None
         if store is not None and (slot is None or slot.index == 0):
             store.keep_days = config.ledger_days
         before = slot.before if slot else None
         self._reporter = Reporter(self._context, self.accounting, NewsBoard(config), before)
         self._reporter.gateway = via.decode()
-        self._reporter.began_at = slot.began_at if slot is not None else time.monotonic()
+        self._reporter.began_at = slot.began_at if slot is not None else world.now()
         self._context.tell_workers = self._reporter.relay
         if slot is None or slot.index == 0:
-            self._gpu_time = self._reporter.gpu_time = GpuTimeKeeper(config, replicas, self.accounting.ledger)
-        self._live = LiveFeed(config, self._reporter)
+            self._gpu_time = self._reporter.gpu_time = GpuTimeKeeper(config, replicas, self.accounting.ledger, world)
+        self._live = LiveFeed(config, self._reporter, world)
         # Without an admin address of its own nobody may call: a token that nobody knows.
         token = token or secrets.token_hex(16)
-        self._engine_metrics = EngineMetrics(config, replicas, pool)
+        self._engine_metrics = EngineMetrics(config, replicas, pool, world)
         monitoring = Monitoring(self.accounting, self._reporter, self._engine_metrics, self._live, token)
         self._api = AdminApi(self._context, self.accounting, self._reporter, monitoring, token)
         if slot is not None:
@@ -145,8 +146,9 @@ class Gateway:
             *(public, sockets.public, fit_connections(config.limits, raise_file_limit()), sockets.tls),
             share=slot.public if slot else None,
             path_prefix=config.path_prefix or "",
+            world=world,
         )
-        self.admin = Listener(self._api, sockets.admin, share=slot.admin if slot else None)
+        self.admin = Listener(self._api, sockets.admin, share=slot.admin if slot else None, world=world)
         self._lease_timer: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[int] | None = None
 
@@ -196,7 +198,7 @@ class Gateway:
     def _check_leases(self) -> None:
         """Logs leases that ended (which end traffic in any case) and looks after requests."""
         loop = asyncio.get_running_loop()
-        now = time.monotonic()
+        now = self._context.now()
         for name in self._context.replicas.take_lapsed(now):
             log.warning("replica %s: its lease ran out", name)
         self._lapsed_probes.start_due(now)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import time
 from typing import Final
 
 from penstock.gateway.accounting.exchange import Exchange
@@ -45,12 +44,14 @@ class SlowRequests:
         self.least_s = self._heap[0][0] if len(self._heap) >= MAX_KEPT else -1.0
 
 
-def slow_request(exchange: Exchange, served: tuple[str, str, int], usage: Usage, ended_at: float) -> SlowRequest:
-    """`served`: the model, the replica and the status; `ended_at`: monotonic."""
+def slow_request(
+    exchange: Exchange, served: tuple[str, str, int], usage: Usage, ended_at: float, unix_s: float
+) -> SlowRequest:
+    """`served`: the model, the replica and the status; `ended_at`: monotonic, `unix_s`: the same moment."""
     duration_s = ended_at - exchange.facts.received_at
     has_first, trace = exchange.first_at > 0, exchange.trace
     return SlowRequest(
-        at=time.time() - duration_s,
+        at=unix_s - duration_s,
         request_id=exchange.facts.request_id.decode(),
         key=exchange.key,
         model=served[0],

@@ -6,9 +6,9 @@ import contextlib
 import fcntl
 import logging
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from time import gmtime, strftime
 from typing import Final
 
 import msgspec
@@ -96,7 +96,7 @@ def write_lines(records: Sequence[Record]) -> list[bytes]:
         at = record[0].at
         if int(at) != last:
             last = int(at)
-            second = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(last))
+            second = strftime("%Y-%m-%dT%H:%M:%S", gmtime(last))
         lines.append(write_line(record, second, int(at * 1000) % 1000))
     return lines
 

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import calendar
 import math
-import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import gmtime
 from typing import Final
 
 from penstock.gateway.accounting import request_log
@@ -29,6 +29,7 @@ from penstock.gateway.request import RequestFacts
 from penstock.gateway.responses import Answer, error_answer
 from penstock.spec.gateway import Price
 from penstock.wire.http1 import Headers, RequestHead, ResponseHead, find_header
+from penstock.world import REAL, World
 
 Watch = BodyWatch | StreamWatch | StreamStrip
 
@@ -100,11 +101,14 @@ class Account:
 class Accounting:
     """Keys, quotas and the ledger of one gateway. UserError when the config's store cannot be opened."""
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, world: World = REAL) -> None:
+        self.world = world
+        self.now: Callable[[], float] = world.now
+        self.unix: Callable[[], float] = world.unix
         self.running_totals = new_totals()
-        log = request_log.of_config(config)
+        log = request_log.of_config(config, world)
         has_ledger = config.store is not None or log is not None
-        self.ledger = Ledger(config.store, self.running_totals, log) if has_ledger else None
+        self.ledger = Ledger(config.store, self.running_totals, log, world) if has_ledger else None
         self.logs_all = config.access_log is not None
         self.keyring = Keyring(config.key_hashes, self.running_totals)
         self.n_unknown_keys = 0
@@ -129,7 +133,7 @@ class Accounting:
 
     def find(self, head: RequestHead) -> KeyHolder | None:
         """The holder of the request's key, if the key is valid now."""
-        return self.keyring.find(credential(head), time.time())
+        return self.keyring.find(credential(head), self.unix())
 
     def open(self, facts: RequestFacts, model: str, holder: KeyHolder | None, body: bytes = b"") -> Entry | None:
         """An entry for a request that is about to be forwarded; None where nothing is counted."""
@@ -146,7 +150,7 @@ class Accounting:
     def over_limit(self, refusal: Refusal, holder: KeyHolder, now: float) -> Answer:
         self.refusals[refusal.kind] += 1
         code, words = _WORDS[refusal.kind]
-        wait_s = refusal.retry_after_s or _until_next_month_s(time.time())
+        wait_s = refusal.retry_after_s or _until_next_month_s(self.unix())
         headers = ((b"retry-after", b"%d" % max(1, math.ceil(wait_s))), *holder.quota.headers(now))
         message = f"key {holder.name!r} has used its {words.format(limit=refusal.limit)}"
         return error_answer(429, message, code, headers=headers)
@@ -202,7 +206,7 @@ class Accounting:
 
     def _on_news(self, news: News) -> None:
         if news.keys is not None:
-            self.keyring.replace(news.keys, time.monotonic())
+            self.keyring.replace(news.keys, self.now())
         for key_id, quota in self.keyring.quotas().items():
             waiting_usd = self._submitted_usd.get(key_id, 0.0) - news.submitted_usd.get(key_id, 0.0)
             quota.spent_usd = news.spent_usd.get(key_id, 0.0) + waiting_usd
@@ -231,7 +235,7 @@ class Entry:
         self._facts = facts
         self._model = model
         self._holder = holder
-        self._at = time.time()
+        self._at = accounting.unix()
         self.body = body
         self._watch: Watch | None = None
         if facts.streams and not facts.wants_usage:
@@ -247,7 +251,7 @@ class Entry:
         holder = self._holder
         if holder is None or not holder.quota.is_limited:
             return None
-        now = time.monotonic()
+        now = self._accounting.now()
         self._n_reserved = self._estimate_tokens()
         refusal = holder.quota.take(now, self._n_reserved)
         if refusal is None:
@@ -261,16 +265,17 @@ class Entry:
 
     async def take_held(self) -> Answer | None:
         """Does what `start` left open, within HELD_S."""
-        holder, ledger, began_at = self._holder, self._accounting.ledger, time.monotonic()
+        holder, ledger, now = self._holder, self._accounting.ledger, self._accounting.now
+        began_at = now()
         assert holder is not None
         refusal: Refusal | None = None
         holder.quota.n_held += 1
         try:
-            while not self._is_open and time.monotonic() - began_at < HELD_S:
+            while not self._is_open and now() - began_at < HELD_S:
                 if ledger is not None:
                     ledger.catch_up()
-                await asyncio.sleep(RETAKE_S)
-                refusal = holder.quota.take(time.monotonic(), self._n_reserved)
+                await self._accounting.world.pause(RETAKE_S)
+                refusal = holder.quota.take(now(), self._n_reserved)
                 self._is_open = refusal is None
         finally:
             holder.quota.n_held -= 1
@@ -278,11 +283,11 @@ class Entry:
         if refusal is None:
             return None
         self._status = 429
-        return self._accounting.over_limit(refusal, holder, time.monotonic())
+        return self._accounting.over_limit(refusal, holder, now())
 
     def headers(self) -> Headers:
         holder = self._holder
-        return holder.quota.headers(time.monotonic()) if holder is not None and holder.quota.is_limited else ()
+        return holder.quota.headers(self._accounting.now()) if holder is not None and holder.quota.is_limited else ()
 
     def begin(self, head: ResponseHead, is_stream: bool) -> None:
         """The response that the client gets begins; not called for an answer that leads to a retry."""
@@ -306,7 +311,7 @@ class Entry:
         if watch is None:
             return data
         if self._is_stream and data and self._first_at is None:
-            self._first_at = time.monotonic()
+            self._first_at = self._accounting.now()
         return watch.feed(data, is_end)
 
     def add_token_chunks(self, n_chunks: int) -> None:
@@ -372,7 +377,7 @@ class Entry:
                 n_output,
                 is_estimate,
                 None if self._first_at is None else (self._first_at - facts.received_at) * 1000,
-                (time.monotonic() - facts.received_at) * 1000,
+                (self._accounting.now() - facts.received_at) * 1000,
                 state,
                 self._status or OUTCOMES[outcome][1],
                 cost_usd,
@@ -424,6 +429,6 @@ def _store_families(store: StoreWriter | None) -> list[Family]:
 
 
 def _until_next_month_s(now: float) -> float:
-    begun = time.gmtime(now)
+    begun = gmtime(now)
     year, month = (begun.tm_year, begun.tm_mon + 1) if begun.tm_mon < 12 else (begun.tm_year + 1, 1)
     return calendar.timegm((year, month, 1, 0, 0, 0)) - now

@@ -10,8 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,6 +20,7 @@ from penstock.gateway.accounting.running_totals import Totals
 from penstock.gateway.accounting.store import Database
 from penstock.gateway.accounting.store_writer import MAX_WAITING, Job, News, StoreWriter
 from penstock.gateway.accounting.usage_store import Row
+from penstock.world import REAL, Thread, World
 
 PERIOD_S = 0.5  # at most this much is lost with the process, and a changed key is seen this late
 CATCH_UP_S = 0.02  # between two turns for quotas alone; one takes 1 ms
@@ -34,16 +33,19 @@ log = logging.getLogger(__name__)
 class Ledger:
     """`place` of the store, if there is one; the constructor opens it. Raises UserError."""
 
-    def __init__(self, place: str | None, totals: Totals, request_log: RequestLog | None = None) -> None:
-        self.store = StoreWriter(place, totals) if place is not None else None
+    def __init__(
+        self, place: str | None, totals: Totals, request_log: RequestLog | None = None, world: World = REAL
+    ) -> None:
+        self._world = world
+        self.store = StoreWriter(place, totals, world) if place is not None else None
         self.request_log = request_log
         self.next_number = itertools.count(1).__next__  # of the next row; in C, for a request calls it
         self._exchanges: deque[tuple[Row, Exchange]] = deque()
         self._jobs: deque[tuple[Job, Future[Any]]] = deque()
-        self._wake = threading.Event()
+        self._wake = world.event()
         self._catches_up = False
         self._is_closing = False
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     # The loop's side.
 
@@ -82,8 +84,7 @@ class Ledger:
 
         if self.store is not None:
             self.store.tell = tell
-        self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
-        self._thread.start()
+        self._thread = self._world.thread(self._work, "ledger")
 
     async def stop(self) -> None:
         """Writes what waits and closes the store."""
@@ -103,17 +104,17 @@ class Ledger:
     # The thread's side.
 
     def _work(self) -> None:
-        due_at = time.monotonic() + PERIOD_S
+        due_at = self._world.now() + PERIOD_S
         while not self._is_closing:
-            self._wake.wait(max(0.0, due_at - time.monotonic()))
+            self._wake.wait(max(0.0, due_at - self._world.now()))
             self._wake.clear()
             if self._catches_up and self.store is not None:
                 self._catches_up = False
                 self.store.catch_up()
-                time.sleep(CATCH_UP_S)
-            if self._jobs or self._is_closing or time.monotonic() >= due_at:
+                self._world.sleep(CATCH_UP_S)
+            if self._jobs or self._is_closing or self._world.now() >= due_at:
                 self._turn()
-                due_at = time.monotonic() + PERIOD_S
+                due_at = self._world.now() + PERIOD_S
         if self.store is not None:
             self.store.take_last_turns(self._turn)
         else:

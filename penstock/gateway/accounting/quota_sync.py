@@ -13,11 +13,11 @@ for FRESH_S are dropped: it is dead.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from penstock.gateway.accounting.running_totals import AT_ONCE, Totals
 from penstock.gateway.accounting.usage_store import OthersCount, UsageStore
+from penstock.world import REAL, World
 
 FRESH_S = 3.0
 FORGET_S = 86_400.0
@@ -29,18 +29,19 @@ _HEARTBEAT = ""  # a name that no total has: a gateway without requests is not a
 class QuotaSync:
     """Keeps `others` of each total right. Call it from the ledger's thread."""
 
-    def __init__(self, gateway: str, totals: Totals) -> None:
+    def __init__(self, gateway: str, totals: Totals, world: World = REAL) -> None:
         """`gateway`: a name that no other gateway or worker on the store has or had."""
+        self._now = world.now
         self._gateway = gateway
         self._totals = totals
         self._put: dict[str, int] = {}
         self._seen: dict[tuple[str, str], int] | None = None
         self._is_behind = True
-        self._good_at = time.monotonic()
+        self._good_at = self._now()
         self._heartbeat_at = 0.0
 
     def turn(self, store: UsageStore) -> None:
-        now, totals = time.monotonic(), dict(self._totals)
+        now, totals = self._now(), dict(self._totals)
         if not totals:
             return
         is_heartbeat = now >= self._heartbeat_at
@@ -68,7 +69,7 @@ class QuotaSync:
     def miss_turn(self) -> None:
         """The store did not work: what the others have at once is unknown."""
         self._is_behind = True
-        if time.monotonic() - self._good_at > FRESH_S:
+        if self._now() - self._good_at > FRESH_S:
             for name, total in dict(self._totals).items():
                 if name.endswith(AT_ONCE):
                     total.others = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -12,6 +11,7 @@ from penstock.gateway.accounting.span_export import SpanExporter
 from penstock.gateway.accounting.spans import SpanWriter
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.metrics import Family
+from penstock.world import REAL, World
 
 __all__ = ["Exchange", "RequestLog"]
 
@@ -24,20 +24,21 @@ MAX_PIECES: Final = 50
 class RequestLog:
     """The access log and the spans of a gateway, as far as its config asks for them. Raises UserError."""
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, world: World = REAL) -> None:
+        self._world = world
         self.access_log = AccessLog(config.access_log) if config.access_log is not None else None
         traces = config.traces
         self._spans = SpanWriter(config.deployment)
-        self.exporter = SpanExporter(traces.endpoint, self._spans) if traces is not None else None
+        self.exporter = SpanExporter(traces.endpoint, self._spans, now=world.now) if traces is not None else None
 
     def write(self, records: Sequence[Record]) -> None:
-        unix_offset_s = time.time() - time.monotonic()  # anew each time: the clock may be set
+        unix_offset_s = self._world.unix() - self._world.now()  # anew each time: the clock may be set
         piece = max(PIECE, len(records) // MAX_PIECES)
         for at in range(0, len(records), piece):
             self._write_piece(records[at : at + piece], unix_offset_s)
-            time.sleep(0)
+            self._world.sleep(0)
         if self.exporter is not None:
-            self.exporter.send(time.monotonic())
+            self.exporter.send(self._world.now())
 
     def _write_piece(self, records: Sequence[Record], unix_offset_s: float) -> None:
         if self.access_log is not None:
@@ -68,5 +69,5 @@ class RequestLog:
             self.access_log.close()
 
 
-def of_config(config: GatewayConfig) -> RequestLog | None:
-    return RequestLog(config) if config.access_log is not None or config.traces is not None else None
+def of_config(config: GatewayConfig, world: World = REAL) -> RequestLog | None:
+    return RequestLog(config, world) if config.access_log is not None or config.traces is not None else None

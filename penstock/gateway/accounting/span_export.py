@@ -5,15 +5,15 @@ from __future__ import annotations
 import http.client
 import logging
 import os
-import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 import msgspec
 
 from penstock.gateway.accounting.spans import SpanWriter
+from penstock.world import REAL
 
 # What everyone who sends spans reads: https://opentelemetry.io/docs/specs/otel/protocol/exporter/
 HEADERS_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
@@ -52,7 +52,14 @@ def read_headers(environment: Mapping[str, str]) -> dict[str, str]:
 class SpanExporter:
     """`endpoint`: http://HOST:4318 or https. Spans that find the queue full, or the collector away, are lost."""
 
-    def __init__(self, endpoint: str, writer: SpanWriter, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        writer: SpanWriter,
+        headers: Mapping[str, str] | None = None,
+        now: Callable[[], float] = REAL.now,
+    ) -> None:
+        self._now = now
         parts = urlsplit(endpoint)
         self._is_tls, self._host, self._port = parts.scheme == "https", parts.hostname or "", parts.port
         self._path = parts.path.rstrip("/") + "/v1/traces"
@@ -84,7 +91,7 @@ class SpanExporter:
             self._note(status, answer, len(batch))
 
     def close(self) -> None:
-        self.send(time.monotonic(), is_last=True)
+        self.send(self._now(), is_last=True)
         self.n_lost += len(self._waiting)
         self._waiting.clear()
         self._drop_connection()

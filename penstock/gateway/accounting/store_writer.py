@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,6 +19,7 @@ from penstock.gateway.accounting.quota_sync import QuotaSync
 from penstock.gateway.accounting.running_totals import Totals
 from penstock.gateway.accounting.store import Database, connect
 from penstock.gateway.accounting.usage_store import DAY_S, Row, UsageStore, month_of
+from penstock.world import REAL, World
 
 MAX_WAITING = 200_000  # about 100 MB of rows
 MAX_BATCH = 4096
@@ -44,7 +44,8 @@ class News(msgspec.Struct, frozen=True):
 class StoreWriter:
     """An open store; the constructor reads it. Raises UserError. All but `add` is the thread's."""
 
-    def __init__(self, place: str, totals: Totals) -> None:
+    def __init__(self, place: str, totals: Totals, world: World = REAL) -> None:
+        self._world = world
         self._database = connect(place)
         self._keys, self._usage = KeyStore(self._database), UsageStore(self._database)
         self._writer = secrets.token_hex(6)
@@ -58,7 +59,7 @@ class StoreWriter:
         self.keep_days: int | None = None  # after which a row becomes part of its day's sums; one worker does that
         self._prune_at = 0.0
         self._totals = totals
-        self._quota_sync = QuotaSync(self._writer, totals)
+        self._quota_sync = QuotaSync(self._writer, totals, world)
         self.tell: Callable[[News], None] = lambda _: None
         self.n_written = 0
         self.n_lost = 0
@@ -136,7 +137,7 @@ class StoreWriter:
         if self._database.refresh():
             log.warning("store: its file was replaced, and is open again")
             self._revision = -1
-            self._quota_sync = QuotaSync(self._writer, self._totals)
+            self._quota_sync = QuotaSync(self._writer, self._totals, self._world)
 
     def _try_job(self, job: Job) -> tuple[Any, BaseException | None]:
         try:
@@ -184,10 +185,10 @@ class StoreWriter:
         return 1
 
     def _prune(self, is_awaited: Callable[[], bool]) -> None:
-        now, until = time.time(), time.monotonic() + PRUNE_S
+        now, until = self._world.unix(), self._world.now() + PRUNE_S
         if self.keep_days is None or now < self._prune_at:
             return
-        while not is_awaited() and time.monotonic() < until:
+        while not is_awaited() and self._world.now() < until:
             if not self._usage.prune(now - self.keep_days * DAY_S):
                 self._prune_at = now + PRUNE_PERIOD_S
                 break
@@ -201,6 +202,6 @@ class StoreWriter:
     def _read(self) -> News:
         revision = self._keys.revision()
         keys = self._keys.all() if revision != self._revision else None
-        spent_usd = self._usage.spend(month_of(time.time()))
+        spent_usd = self._usage.spend(month_of(self._world.unix()))
         self._revision = revision
         return News(keys, spent_usd, dict(self._submitted_usd))

@@ -10,9 +10,9 @@ SQLite gets a large batch folded: one MessagePack value, 0.2 us a row; its rows 
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from time import gmtime, strftime
 from typing import Literal
 
 import msgspec
@@ -251,11 +251,11 @@ def _spend_of(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
 
 def month_of(at: float) -> str:
     """The calendar month (UTC) of a time in Unix seconds, such as "2026-11"."""
-    return time.strftime("%Y-%m", time.gmtime(at))
+    return strftime("%Y-%m", gmtime(at))
 
 
 def day_of(at: float) -> str:
-    return time.strftime("%Y-%m-%d", time.gmtime(at))
+    return strftime("%Y-%m-%d", gmtime(at))
 
 
 _FIELDS = ", ".join(("writer", *_COLUMNS))

@@ -11,7 +11,6 @@ import logging
 import re
 import socket
 import struct
-import time
 from collections.abc import Callable
 from typing import Final, Literal, Protocol, cast
 
@@ -89,6 +88,8 @@ class Acceptor(Protocol):
     handler: Handler
     is_draining: bool
     parse_head: Callable[[bytes], RequestHead]
+    now: Callable[[], float]
+    unix: Callable[[], float]
 
     @property
     def is_full(self) -> bool: ...
@@ -104,12 +105,13 @@ class ClientConnection(asyncio.Protocol):
 
     def __init__(self, listener: Acceptor) -> None:
         self._listener = listener
+        self._now: Callable[[], float] = listener.now
         self._transport: asyncio.Transport
         limits = self._limits = listener.limits
         self._reader = Reader(listener.parse_head, limits.head_bytes)
         self._phase: Phase = "idle"
         # `_begun_at`: the present request's first byte.
-        self._phase_at = self._data_at = self._begun_at = time.monotonic()
+        self._phase_at = self._data_at = self._begun_at = self._now()
         self._head: RequestHead | None = None
         self._body: list[bytes] = []
         self._n_body_bytes = 0
@@ -140,7 +142,7 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._phase in ("lingering", "closed"):
             return
-        self._data_at = time.monotonic()
+        self._data_at = self._now()
         if self._phase == "idle" and self._take_whole(data):
             return
         self._reader.feed(data)
@@ -164,7 +166,7 @@ class ClientConnection(asyncio.Protocol):
         self._listener.remove(self)
 
     def pause_writing(self) -> None:
-        self._stalled_at = time.monotonic()
+        self._stalled_at = self._now()
         if self._source is not None:
             self._source.pause()
 
@@ -214,7 +216,7 @@ class ClientConnection(asyncio.Protocol):
         if not was_kept_alive:
             self._close()
             return
-        self._enter("idle", time.monotonic())
+        self._enter("idle", self._now())
         if self._reader.is_between_messages or self._transport.is_closing():
             return  # as nearly always: the next request comes with another read
         if self._is_paused:
@@ -282,7 +284,7 @@ class ClientConnection(asyncio.Protocol):
         self._phase, self._phase_at = phase, now
 
     def _begin_head(self) -> None:
-        self._begun_at = time.monotonic()
+        self._begun_at = self._now()
         self._enter("head", self._begun_at)
 
     def _take_whole(self, data: bytes) -> bool:
@@ -394,13 +396,13 @@ class ClientConnection(asyncio.Protocol):
             self.respond(answer)
 
     def _write_answer(self, answer: Answer, keeps_alive: bool) -> None:
-        headers = [(b"date", http_date(int(time.time()))), *answer.headers]
+        headers = [(b"date", http_date(int(self._listener.unix()))), *answer.headers]
         if answer.status not in (204, 304):  # a length would be that of the whole page
             headers += (b"content-type", answer.content_type), (b"content-length", b"%d" % len(answer.body))
         if self._head is not None:
             headers.append((b"x-request-id", self.request_id))
             if find_header(answer.headers, b"x-penstock-replica") is None:
-                headers += own_headers(time.monotonic() - self._data_at)
+                headers += own_headers(self._now() - self._data_at)
             headers += self._listener.handler.origin_headers(self._head)
         if not keeps_alive:
             headers.append((b"connection", b"close"))
@@ -417,7 +419,7 @@ class ClientConnection(asyncio.Protocol):
         self._linger_timer = asyncio.get_running_loop().call_later(LINGER_S, self._transport.abort)
 
     def _close(self) -> None:
-        self._enter("closed", time.monotonic())
+        self._enter("closed", self._now())
         self._transport.close()
 
     def _leave(self) -> None:

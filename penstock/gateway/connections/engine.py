@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-import time
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol, cast
 
 from penstock.gateway.accounting.token_usage import is_token_chunk
 from penstock.gateway.config import UNIX, Address, host_header
 from penstock.wire.http1 import END, Heads, ProtocolError, Reader, ResponseHead, parse_response
+from penstock.world import REAL, World
 
 CONNECT_S = 5.0
 # Below uvicorn's keep-alive timeout of 5 s, which vLLM keeps: a connection that the engine is about to close
@@ -53,6 +53,7 @@ class Sink(Protocol):
 class UpstreamConnection(asyncio.Protocol):
     def __init__(self, pool: Pool, address: Address) -> None:
         self._pool = pool
+        self._now: Callable[[], float] = pool.now
         self._transport: asyncio.Transport
         self._reader = Reader(parse_response, heads=pool.heads)
         self._sink: Sink | None = None
@@ -127,7 +128,7 @@ class UpstreamConnection(asyncio.Protocol):
                 except RuntimeError:
                     pass  # uvloop's word for a transport that was just closed: the sink's way asks first
                 else:
-                    self._note_token(time.monotonic())
+                    self._note_token(self._now())
                     return
             self._write_token = None
         if self._sink is None:
@@ -202,8 +203,13 @@ class Pool:
     """
 
     def __init__(
-        self, engine_key: str | None = None, keys: Mapping[Address, str] | None = None, via: bytes = b"penstock"
+        self,
+        engine_key: str | None = None,
+        keys: Mapping[Address, str] | None = None,
+        via: bytes = b"penstock",
+        world: World = REAL,
     ) -> None:
+        self.now: Callable[[], float] = world.now
         self._engine_key = engine_key
         self.via = via
         self._keys = keys or {}
@@ -218,7 +224,7 @@ class Pool:
         return host if key is None else b"%sauthorization: Bearer %s\r\n" % (host, key.encode())
 
     def take(self, address: Address) -> UpstreamConnection | None:
-        now = time.monotonic()
+        now = self.now()
         idle = self._idle.get(address, [])
         while idle:
             connection = idle.pop()
@@ -243,7 +249,7 @@ class Pool:
         if len(idle) >= MAX_IDLE:
             connection.close()
             return
-        connection.idle_since = time.monotonic()
+        connection.idle_since = self.now()
         idle.append(connection)
 
     def remove(self, connection: UpstreamConnection) -> None:

@@ -15,7 +15,6 @@ import ssl
 import stat
 import struct
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from penstock.gateway.connections.shared_server import Share, SharedServer
 from penstock.spec.gateway import Limits
 from penstock.text import MIB
 from penstock.wire.http1 import RequestHead, parse_request
+from penstock.world import REAL, World
 
 BACKLOG = 1024
 HANDSHAKES_S = 0.05  # in a drain: for handshakes that are under way
@@ -65,8 +65,12 @@ class Listener:
         *,
         share: Share | None = None,
         path_prefix: str = "",
+        world: World = REAL,
     ) -> None:
         """`share`: other processes accept from this socket too."""
+        self._world = world
+        self.now: Callable[[], float] = world.now
+        self.unix: Callable[[], float] = world.unix
         self.handler = handler
         self.limits = limits or Limits()
         self.parse_head: Callable[[bytes], RequestHead] = functools.partial(
@@ -90,7 +94,7 @@ class Listener:
     def reserve(self, n_bytes: int) -> bool:
         """Takes from the budget for arriving bodies; False when it is used up and no slow body can give way."""
         if self._n_body_bytes + n_bytes > max(ARRIVING_BYTES, 2 * self.limits.body_bytes):
-            now = time.monotonic()
+            now = self.now()
             slow = next((each for each in self._connections if each.has_slow_body(now - SLOW_BODY_S)), None)
             if slow is None:
                 return False
@@ -147,7 +151,7 @@ class Listener:
         self.is_draining = True
         if self._sock.family != socket.AF_UNIX:
             _refuse_new_connections(self._sock)
-        await asyncio.sleep(min(HANDSHAKES_S, drain_s))
+        await self._world.pause(min(HANDSHAKES_S, drain_s))
         self._server.close()
         await self._server.wait_connected()
         grace_timer = asyncio.get_running_loop().call_later(min(GRACE_S, drain_s), self._close_idle)
@@ -174,7 +178,7 @@ class Listener:
 
     def _sweep(self) -> None:
         for connection in tuple(self._connections):
-            connection.close_if_stale(time.monotonic())
+            connection.close_if_stale(self.now())
         self._sweep_timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
 

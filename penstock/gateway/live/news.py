@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 
 from penstock import __version__
@@ -67,6 +65,6 @@ class NewsBoard:
         return families
 
 
-def dated(body: bytes) -> bytes:
-    """The body of POST /admin/news with the time of now. Raises msgspec.DecodeError."""
-    return msgspec.json.encode(DatedNews(time.monotonic(), msgspec.json.decode(body, type=DeploymentNews)))
+def dated(body: bytes, now: float) -> bytes:
+    """The body of POST /admin/news with the monotonic time at which it came. Raises msgspec.DecodeError."""
+    return msgspec.json.encode(DatedNews(now, msgspec.json.decode(body, type=DeploymentNews)))

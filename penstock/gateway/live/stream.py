@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import Final
 from urllib.parse import parse_qs
 
@@ -24,6 +23,7 @@ from penstock.gateway.responses import Answer, error_answer, json_answer
 from penstock.gateway.workers.reports import Reporter, WorkerReport
 from penstock.wire.http1 import LAST_CHUNK, write_chunk, write_response_head
 from penstock.wire.live import Snapshot
+from penstock.world import REAL, World
 
 EVERY_S = 1.0
 MAX_STREAMS = 64  # of a worker
@@ -75,7 +75,8 @@ class Stream:
 class LiveFeed:
     """The history and the open streams of one worker."""
 
-    def __init__(self, config: GatewayConfig, reporter: Reporter) -> None:
+    def __init__(self, config: GatewayConfig, reporter: Reporter, world: World = REAL) -> None:
+        self._world = world
         self.streams: set[Stream] = set()
         self._config, self._reporter = config, reporter
         self._history = LiveHistory()
@@ -104,22 +105,22 @@ class LiveFeed:
         stream = Stream(client, self, is_chunked=not request.head.is_http_10)
         self.streams.add(stream)
         client.work = stream
-        stream.begin(_event(b"history", self._history.write(time.monotonic(), time.time())))
+        stream.begin(_event(b"history", self._history.write(self._world.now(), self._world.unix())))
         return None
 
     async def _run(self) -> None:
         while True:
-            if self.streams or self._history.is_row_due(time.monotonic()):
+            if self.streams or self._history.is_row_due(self._world.now()):
                 try:
                     self._take(self._look(await self._reporter.gather(with_known=False)))
                 except Exception:
                     # A page without news is better than a gateway without requests.
                     log.exception("a bug in the live page's snapshot")
-            await asyncio.sleep(EVERY_S)
+            await self._world.pause(EVERY_S)
 
     def _look(self, report: WorkerReport) -> Moment:
-        now = time.monotonic()
-        return look(report, self._reporter.view(report), self._reporter.news.read(now), now, time.time())
+        now = self._world.now()
+        return look(report, self._reporter.view(report), self._reporter.news.read(now), now, self._world.unix())
 
     def _snapshot(self, moment: Moment) -> Snapshot:
         return make_snapshot(moment, self._history, self._config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import time
 from collections.abc import Sequence
 
 from penstock.errors import PenstockError
@@ -18,6 +17,7 @@ from penstock.wire.announcement import Announcement, ReplicaState
 from penstock.wire.answers import decode_json
 from penstock.wire.http1 import write_request_head
 from penstock.wire.model_list import read_models
+from penstock.world import REAL, World
 
 PROBE_S = 1.0
 PROBE_TIMEOUT_S = 2.0
@@ -83,7 +83,8 @@ def is_silent(problem: Exception | None) -> bool:
 class LapsedProbes:
     """Probes replicas whose lease ended while they work, so that a machine that is off ends its requests."""
 
-    def __init__(self, replicas: ReplicaTable, pool: Pool) -> None:
+    def __init__(self, replicas: ReplicaTable, pool: Pool, world: World = REAL) -> None:
+        self._world = world
         self._replicas, self._pool = replicas, pool
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
 
@@ -95,7 +96,7 @@ class LapsedProbes:
     async def _probe(self, replica: Replica, address: Address, began_at: float) -> None:
         try:
             problem = await probe(self._pool, address)
-            if not replica.is_alive(time.monotonic()):
+            if not replica.is_alive(self._world.now()):
                 replica.note_probe(is_silent(problem), began_at)
         finally:
             del self._tasks[replica]
@@ -106,7 +107,15 @@ class LapsedProbes:
 
 
 class StaticUpstreams:
-    def __init__(self, upstreams: Sequence[Upstream], replicas: ReplicaTable, queue: WaitingQueue, pool: Pool) -> None:
+    def __init__(
+        self,
+        upstreams: Sequence[Upstream],
+        replicas: ReplicaTable,
+        queue: WaitingQueue,
+        pool: Pool,
+        world: World = REAL,
+    ) -> None:
+        self._world = world
         # Clients see these names, and an engine's address is none of their business.
         self._upstreams = {f"upstream-{number}": upstream for number, upstream in enumerate(upstreams, 1)}
         self._replicas, self._queue, self._pool = replicas, queue, pool
@@ -128,11 +137,11 @@ class StaticUpstreams:
         silent_since: float | None = None
         max_model_len: int | None = None
         while True:
-            began_at = time.monotonic()
+            began_at = self._world.now()
             problem = await probe(self._pool, address)
             if isinstance(problem, OSError) and problem.errno in OWN_ERRORS:
                 log.error("%s at %s could not be probed: %s", name, upstream.url, problem)
-                await asyncio.sleep(PROBE_S)
+                await self._world.pause(PROBE_S)
                 continue
             n_silent = n_silent + 1 if isinstance(problem, TimeoutError) else 0
             is_doubted = was_ready and 0 < n_silent < MAX_SILENT
@@ -152,7 +161,7 @@ class StaticUpstreams:
             replica = self._replicas.find(name)
             assert replica is not None
             replica.silent_since = silent_since
-            await asyncio.sleep(PROBE_S)
+            await self._world.pause(PROBE_S)
 
     def _announce(
         self, name: str, upstream: Upstream, state: ReplicaState, problem: Exception | None, max_model_len: int | None
@@ -160,7 +169,7 @@ class StaticUpstreams:
         reason = str(problem) if problem else None
         model = self._replicas.resolve(upstream.model)
         assert model is not None
-        now = time.monotonic()
+        now = self._world.now()
         facts = Announcement(
             *(name, model, state, LEASE_S), url=upstream.url, reason=reason, max_model_len=max_model_len
         )

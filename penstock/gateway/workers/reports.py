@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -114,7 +113,7 @@ class Reporter:
         return add([self._own(with_known=with_known), *others])
 
     def view(self, report: WorkerReport) -> GatewayView:
-        view = self._context.replicas.view(time.monotonic(), report.n_waiting, report.n_requests)
+        view = self._context.replicas.view(self._context.now(), report.n_waiting, report.n_requests)
         rows = tuple(
             msgspec.structs.replace(row, in_flight=report.in_flight.get(row.announcement.replica, 0))
             for row in view.replicas
@@ -133,7 +132,7 @@ class Reporter:
         tokens = dict(report.families).get("tokens_total", {})
         return LoadCounts(
             gateway=self.gateway,
-            age_s=round(time.monotonic() - self.began_at, 3),
+            age_s=round(self._context.now() - self.began_at, 3),
             arrivals=report.n_ended + report.in_flight_total + report.n_waiting,
             body_bytes=bodies.n_bytes,
             known_bytes=bodies.n_known_bytes,
@@ -145,7 +144,7 @@ class Reporter:
 
     def _own(self, *, with_known: bool = True) -> WorkerReport:
         context = self._context
-        replicas, counters, now = context.replicas, context.counters, time.monotonic()
+        replicas, counters, now = context.replicas, context.counters, context.now()
         view = replicas.view(now, context.queue.waiting, counters.n_served())
         waiting = {model.name: context.queue.waiting_for(model.name) for model in replicas.models}
         ready = {model.name: len(replicas.ready(model.name, now)) for model in replicas.models}
