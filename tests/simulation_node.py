@@ -1,0 +1,143 @@
+"""A node in a simulation: what the real supervisor finds around it, its way to the gateway, its engine's process."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from simulation_world import SimProcess, SimProcesses
+
+from penstock.node.announcer import AdminClient
+from penstock.node.engine_client import StallWatch
+from penstock.node.load_choice import Chosen
+from penstock.node.local_processes import NodeArgs
+from penstock.planner import Plan
+from penstock.wire.announcement import EngineLoad, Process
+
+if TYPE_CHECKING:
+    from simulation import Life, Network
+
+RUN = "/sim/runs/one"
+
+
+class AdminAddress(AdminClient):
+    """A node's way to the gateway."""
+
+    def __init__(self, network: Network) -> None:
+        self._network, self.engine_key = network, "key"
+
+    def post_all(self, path: str, body: Any) -> list[dict[str, Any]]:
+        return [self._network.call(path, body)]
+
+    def own_address(self) -> str | None:
+        return "127.0.0.1"
+
+
+class GatewayClient:
+    """The controller's way to the gateway."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+
+    def get_json(self, path: str) -> Any:
+        return self._network.call(path, None)
+
+    def post_json(self, path: str, body: object) -> Any:
+        return self._network.call(path, body)
+
+
+class _EngineHandle:
+    def __init__(self, process: SimProcess) -> None:
+        self.process, self.tail = process, deque[str]()
+
+    def exit_code(self) -> int | None:
+        return self.process.exit_code
+
+
+class SimNodeProcesses:
+    """The engine of a node, as `NodeProcesses` starts and ends it."""
+
+    def __init__(self, life: Life, args: NodeArgs) -> None:
+        self._life, self._args = life, args
+        self.segments = set[str]()
+        self.engine: _EngineHandle | None = None
+
+    def use(self, *_: object) -> None:
+        pass
+
+    def start_engine(self, *_: object) -> str:
+        engine = self._life.start_engine(self._args.replica)
+        self.engine = _EngineHandle(engine.process)
+        return f"http://127.0.0.1:{engine.port}"
+
+    def look(self) -> tuple[Process, ...]:
+        alive = self.engine is not None and self.engine.process.is_alive
+        return (self.engine.process.identity,) if alive and self.engine is not None else ()
+
+    def ray_has_ended(self) -> bool:
+        return False
+
+    def end(self, grace_s: float) -> None:
+        if self.engine is not None:
+            processes = SimProcesses(self._life.machine)
+            processes.end([self.engine.process.identity], grace_s)
+            processes.sweep(RUN, self._args.replica)
+
+
+class SimEngineClient:
+    """`EngineClient` of a scripted engine."""
+
+    unreachable = None
+
+    def __init__(self, life: Life, url: str) -> None:
+        self.url, self._machine = url, life.machine
+        self._engine = life.engines[int(url.rpartition(":")[2])]
+        self.load: EngineLoad | None = None
+        self._stall, self._n_missed = StallWatch(), 0
+
+    def _answers(self) -> bool:
+        self._machine.step(5.0 if self._engine.is_hung else 0.001)
+        return self._engine.is_up and not self._engine.is_hung
+
+    def is_up(self) -> bool:
+        return self._answers()
+
+    def gives_token(self) -> bool:
+        return self._answers()
+
+    def adapters(self) -> tuple[str, ...]:
+        return ()
+
+    def health_problem(self) -> str | None:
+        if self._answers():
+            self._n_missed = 0
+            return None
+        self._n_missed += 1
+        return None if self._engine.is_up and self._n_missed < 3 else "no answer"
+
+    def stalled_s(self, now: float) -> float:
+        if not self._answers():
+            return 0.0
+        n_running = float(len(self._engine.running))
+        self.load = EngineLoad(n_running, 0.0, 0.1, at_s=now)
+        return self._stall.observe(n_running, self._engine.n_steps, now)
+
+    def is_busy(self) -> bool | None:
+        return bool(self._engine.running) if self._answers() else None
+
+
+class SimPrerequisites:
+    """A node has all that its engine needs."""
+
+    cache_folder = None
+
+    def __init__(self, plan: Plan, args: NodeArgs) -> None:
+        self._plan, self._args, self.loading = plan, args, Chosen(plan)
+        self.cache = SimpleNamespace(text="", give=lambda: None)
+
+    def resolve(self, show: Any = None) -> tuple[Plan, NodeArgs]:
+        return self._plan, self._args
+
+    def drop_format(self) -> bool:
+        return False
