@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 from gateway_processes import ask, until, workers
-from gateway_rig import TOKEN, Client, Rig, both_loops, echo
+from gateway_rig import TOKEN, Client, Rig, echo
 from samples import told, view
+from virtual_loop import advance, loop
 
 from penstock.gateway.config import GatewayConfig, ServedModel, Slo
 from penstock.gateway.cost import SpendingMeter
@@ -244,13 +245,6 @@ async def begin(rig: Rig, query: str = "") -> tuple[Reader, Client]:
     return Reader(client), client
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "EVERY_S", 0.001)
-
-
-@both_loops
-@pytest.mark.usefixtures("quick")
 async def test_a_stream_begins_with_the_history_and_goes_on_with_snapshots() -> None:
     async with Rig(deployment="d") as rig:
         await rig.engine(echo)
@@ -268,23 +262,20 @@ async def test_a_stream_begins_with_the_history_and_goes_on_with_snapshots() -> 
         assert made["events"][0]["text"] == "why"
         client.writer.transport.abort()
         while rig.gateway._live.streams:
-            await asyncio.sleep(0.001)
+            await advance(0.001)
 
 
-@both_loops
-@pytest.mark.usefixtures("quick")
 async def test_a_gateway_that_stops_ends_its_streams_properly() -> None:
     async with Rig(drain_s=5.0) as rig:
         reader, _ = await begin(rig)
         stopping = asyncio.ensure_future(rig.stop())
+        began_at = loop().time()
         while await reader.next() is not None:
             pass
-        async with asyncio.timeout(4.0):  # a drain that waits for them takes 5 s
-            await stopping
+        assert loop().time() == began_at
+        await stopping
 
 
-@both_loops
-@pytest.mark.usefixtures("quick")
 async def test_a_proxy_that_speaks_http_1_0_gets_the_stream_unframed() -> None:
     async with Rig(drain_s=5.0) as rig:
         client = await rig.client(rig.gateway.admin.port)
@@ -296,7 +287,6 @@ async def test_a_proxy_that_speaks_http_1_0_gets_the_stream_unframed() -> None:
         await stopping
 
 
-@both_loops
 async def test_streams_are_bounded_and_a_snapshot_alone_is_not_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "MAX_STREAMS", 1)
     async with Rig(deployment="d") as rig:
@@ -308,8 +298,6 @@ async def test_streams_are_bounded_and_a_snapshot_alone_is_not_one(monkeypatch: 
         client.writer.transport.abort()
 
 
-@both_loops
-@pytest.mark.usefixtures("quick")
 async def test_a_client_that_does_not_read_misses_snapshots() -> None:
     async with Rig() as rig:
         _, client = await begin(rig)
@@ -331,7 +319,6 @@ async def test_a_client_that_does_not_read_misses_snapshots() -> None:
         client.writer.transport.abort()
 
 
-@both_loops
 async def test_news_that_cannot_be_read_are_refused() -> None:
     async with Rig() as rig:
         status, error = await rig.admin("/admin/news", {"deployment": "d"})
