@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gateway_rig import SSE_HEAD, STREAM, Client, Gate, Rig, chunk, hang_up, rig_with, say
-from store_rig import Store
+from store_rig import NOW, Store
 
 from penstock.chat.failures import Failure, failure_of
 from penstock.errors import PenstockError
@@ -64,7 +63,7 @@ async def failure(client: Client, head: Any = None) -> Failure:
 
 def key(place: str, **limits: Any) -> str:
     store = Store(place)
-    _, secret = store.keys.create("ann", Limits(**limits), time.time())
+    _, secret = store.keys.create("ann", Limits(**limits), NOW)
     store.close()
     return f"Authorization: Bearer {secret}\r\n"
 

@@ -7,12 +7,12 @@ import http.client
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import waiting
 from gateway_processes import ask, until, workers
 from gateway_rig import TOKEN, Client, Rig, echo
 from samples import told, view
@@ -327,6 +327,7 @@ async def test_news_that_cannot_be_read_are_refused() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_any_worker_streams_what_all_of_them_count_and_a_new_one_has_the_news(tmp_path: Path) -> None:
     with workers(tmp_path, 2) as gateway:
         gateway.call("news", msgspec.to_builtins(NEWS))
@@ -337,7 +338,7 @@ def test_any_worker_streams_what_all_of_them_count_and_a_new_one_has_the_news(tm
         assert {once(gateway.admin).phase for _ in range(20)} == {"ready"}
         for _ in range(40):
             gateway.chat()
-        connection = http.client.HTTPConnection(gateway.admin.removeprefix("http://"), timeout=5)
+        connection = http.client.HTTPConnection(gateway.admin.removeprefix("http://"), timeout=waiting.left_s())
         connection.request("GET", "/dashboard/live", headers={"authorization": "Bearer secret"})
         response, parser, names, rate = connection.getresponse(), Parser(), list[str](), 0.0
         while rate < 40 / 6:  # of all workers, in the last five seconds or so
@@ -347,10 +348,9 @@ def test_any_worker_streams_what_all_of_them_count_and_a_new_one_has_the_news(tm
                     rate = json.loads(event.data)["now"]["requests_per_s"]
         assert names[0] == "history" and set(names[1:]) == {"snapshot"}
         os.kill(gateway.process.pid, signal.SIGTERM)
-        until_s = time.monotonic() + 5
         while response.read1(65536):
-            assert time.monotonic() < until_s
-        assert gateway.process.wait(60) == 0
+            pass
+        assert waiting.end(gateway.process) == 0
 
 
 def once(admin: str) -> Snapshot:
