@@ -14,7 +14,7 @@ import pytest
 from gateway_rig import CHAT, KEY, SSE_HEAD, Gate, Rig, Seen, chunk, hang_up, rig_with, say
 from gateway_rig import TOKEN as ADMIN
 from store_rig import NOW, Store, row, writer_of
-from virtual_loop import advance
+from virtual_loop import advance, loop
 
 from penstock.gateway.accounting import ledger, store_writer
 from penstock.gateway.accounting.key_store import Limits
@@ -84,7 +84,9 @@ async def revoke(rig: Rig, name: str) -> None:
     assert (await admin.response())[0].status == 200
 
 
-async def test_stream_is_counted_and_the_client_gets_what_it_asked_for(place: str) -> None:
+@pytest.mark.parametrize("n_bytes", [None, 1])
+async def test_stream_is_counted_and_the_client_gets_what_it_asked_for(place: str, n_bytes: int | None) -> None:
+    loop().bytes_at_once = n_bytes
     events = [ROLE, TOKEN, TOKEN, TOKEN, USAGE, DONE]
     reply = say(SSE_HEAD + b"".join(map(chunk, events)) + b"0\r\n\r\n")
     async with rig_with(reply, store=place, prices=PRICES) as (rig, engine, client):

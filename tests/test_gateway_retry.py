@@ -275,7 +275,9 @@ async def test_time_with_a_failed_replica_is_not_the_gateways_own() -> None:
     ("sent", "gap"),
     [(EVENTS[0], b""), (b'data: {"n"', b"\n\n"), (b"", b""), (b": ping\r\n\r\n", b"")],
 )
-async def test_engine_death_in_a_stream_becomes_an_error_event(sent: bytes, gap: bytes) -> None:
+@pytest.mark.parametrize("n_bytes", [None, 1])
+async def test_engine_death_in_a_stream_becomes_an_error_event(sent: bytes, gap: bytes, n_bytes: int | None) -> None:
+    loop().bytes_at_once = n_bytes
     data = SSE_HEAD + (chunk(sent) if sent else b"")
     async with rig_with(say(data, then_close=True)) as (_, engine, client):
         _, body, is_whole = await client.post(CHAT).response()
