@@ -5,7 +5,6 @@ With PENSTOCK_REQUIRE_ALL=1 a skipped test is a failed one: that is what continu
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import importlib.util
 import inspect
@@ -73,20 +72,24 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs an `async def` test on the event loop of its `loop_factory`; without one, on asyncio's."""
+    """Runs an `async def` test on a virtual loop, or on the real one of its `loop_factory`."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     import gateway_rig
+    import virtual_loop
 
     given: dict[str, Any] = pyfuncitem.funcargs
     arguments = {name: given[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    gateway_rig.run(given.get("loop_factory", asyncio.new_event_loop), pyfuncitem.obj(**arguments))
+    if "loop_factory" in given:
+        gateway_rig.run(given["loop_factory"], pyfuncitem.obj(**arguments))
+    else:
+        virtual_loop.run(pyfuncitem.obj(**arguments))
     return True
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
 def loop_factory(request: pytest.FixtureRequest) -> object:
-    """Each event loop that the gateway runs on; for `async def` tests, which need not name it."""
+    """Each real event loop that the gateway runs on."""
     return importlib.import_module(request.param).new_event_loop
 
 
