@@ -22,7 +22,8 @@ from typing import Any
 import pytest
 from hosts import Host, Hosts
 from hosts_fixtures import require_hosts
-from launching import HANG_S, Place, a_place, call, wait_until
+from launching import HANG_S, Place, a_place, call
+from waiting import until
 
 from penstock import targets
 from penstock.deployment import observe
@@ -274,7 +275,7 @@ def workbench_place(
     ):
         yield place
     forget()
-    wait_until(lambda: left(workbench) == [], f"nothing of ours is left: {left(workbench)}")
+    until(lambda: left(workbench) == [], f"nothing of ours is left: {left(workbench)}")
 
 
 def fresh_targets() -> Callable[[], None]:

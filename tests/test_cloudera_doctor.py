@@ -6,15 +6,15 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from cloudera_rig import file_for
-from launching import Place, call, wait_until
+from launching import Place, call
 from samples import deployment
+from waiting import end, until
 
 from penstock import targets
 from penstock.errors import Finding, PenstockError
@@ -26,7 +26,6 @@ from penstock.testing.fake_workbench import workloads
 from penstock.testing.fake_workbench.server import PROJECT, Workbench
 from penstock.text import GIB, MIB
 
-SOON_S = 120.0
 PARTS = ("application", "job-0", "job-1")
 PASSED = Stream(200, 0.1, 40.2, is_whole=True)
 
@@ -255,6 +254,7 @@ def test_doctor_measures_a_workbench_and_leaves_nothing(place: Place, workbench:
 
 
 @pytest.mark.hosts
+@pytest.mark.nightly
 def test_doctor_measures_workers_where_the_file_wants_them(place: Place, workbench: Workbench, short: None) -> None:
     rows = rows_of(place, workbench, cloudera={"nodes": "workers"})
     assert not [call for call in workbench.calls if call.endswith("/jobs") and call.startswith("POST")]
@@ -270,6 +270,7 @@ def test_doctor_measures_workers_where_the_file_wants_them(place: Place, workben
 
 
 @pytest.mark.hosts
+@pytest.mark.nightly
 def test_doctor_finds_blocked_ports_and_a_proxy_that_cuts(place: Place, workbench: Workbench, short: None) -> None:
     workbench.pods.blocked_ports = "20000-31999"  # type: ignore[attr-defined]
     workbench.cut_streams_after_s = 1.0
@@ -297,8 +298,7 @@ def test_a_doctor_that_is_ended_by_a_signal_leaves_nothing(place: Place, workben
     for number in (signal.SIGINT, signal.SIGTERM):
         with (tmp_path / "doctor.log").open("w") as log:
             process = subprocess.Popen(argv, stdout=log, stderr=log)
-        wait_until(lambda: len(workbench.left()) == 3, "its workloads run", SOON_S)
-        time.sleep(0.5)
+        until(lambda: len(workbench.left()) == 3, "its workloads run")
         process.send_signal(number)
-        assert process.wait(SOON_S) != 0
+        assert end(process) != 0
         assert left(workbench) == [], (tmp_path / "doctor.log").read_text()

@@ -131,12 +131,14 @@ def test_two_healthy_nodes_are_measured(hosts: Hosts, examine: Examine) -> None:
     assert "the same on all 2 nodes: python 3" in the(found, "versions").found
 
 
+@pytest.mark.nightly
 def test_an_interface_that_no_node_has_is_named(examine: Examine) -> None:
     (one,) = bad(examine(engine={"env": {"NCCL_SOCKET_IFNAME": "ib9"}}))
     assert one.check == "network" and "no interface ib9 of node1 is reached" in one.found
     assert "eth0" in (one.cure or "")
 
 
+@pytest.mark.nightly
 def test_a_cut_cable_and_a_firewall_between_nodes_are_named(hosts: Hosts, examine: Examine) -> None:
     # The address is there, but what is sent to it goes nowhere.
     hosts["node1"].run(["ip", "route", "add", "blackhole", f"{hosts['node2'].address}/32"])
@@ -151,6 +153,7 @@ def test_a_cut_cable_and_a_firewall_between_nodes_are_named(hosts: Hosts, examin
     assert "open the network between them" in (found["network"].cure or "")
 
 
+@pytest.mark.nightly
 def test_a_node_without_power_is_named_and_takes_no_other_check_away(hosts: Hosts, examine: Examine) -> None:
     hosts["node2"].kill()
     found = examine(engine={"env": {"NCCL_SOCKET_IFNAM": "eth0"}})
@@ -160,6 +163,7 @@ def test_a_node_without_power_is_named_and_takes_no_other_check_away(hosts: Host
     assert the(found, "variables").state == "warning"
 
 
+@pytest.mark.nightly
 def test_a_port_that_is_taken_is_named_and_the_rest_is_planned(examine: Examine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -188,6 +192,7 @@ def test_what_is_wrong_on_one_node_is_named_all_together(hosts: Hosts, examine: 
     assert the(found, "/dev/shm", "node1").state == the(found, "ulimits", "node1").state == "ok"
 
 
+@pytest.mark.nightly
 def test_a_disk_without_room_for_the_model_is_named(hosts: Hosts, examine: Examine, served: Hub) -> None:  # noqa: F811
     on_hub(served, 3 * GIB)
     for host in hosts:
@@ -198,6 +203,7 @@ def test_a_disk_without_room_for_the_model_is_named(hosts: Hosts, examine: Exami
     assert one.found == "3.0 GiB to download, 16.0 MiB free at /var/tmp/weights"
 
 
+@pytest.mark.nightly
 def test_a_folder_that_a_node_lacks_is_named(hosts: Hosts, examine: Examine, tmp_path: Path) -> None:
     # Only this machine and, by the cluster's file system, nobody else has it.
     model = tmp_path / "model"
@@ -207,6 +213,7 @@ def test_a_folder_that_a_node_lacks_is_named(hosts: Hosts, examine: Examine, tmp
     assert rows[0].found == f"{model}: no such folder not there"
 
 
+@pytest.mark.nightly
 def test_a_time_limit_shorter_than_loading_is_named(hosts: Hosts, examine: Examine) -> None:
     model = hosts.shared / "large"
     subprocess.run(["cp", "-r", str(ROOT / "penstock" / "models" / "demo_model"), str(model)], check=True)
@@ -218,6 +225,7 @@ def test_a_time_limit_shorter_than_loading_is_named(hosts: Hosts, examine: Exami
     assert "slurm.time is 1m00s" in told
 
 
+@pytest.mark.nightly
 def test_a_penstock_that_does_not_run_on_a_node_is_named(hosts: Hosts, examine: Examine) -> None:
     folder = hosts.shared / "broken" / "msgspec"
     folder.mkdir(parents=True)
@@ -228,6 +236,7 @@ def test_a_penstock_that_does_not_run_on_a_node_is_named(hosts: Hosts, examine: 
     assert "no wheel for this machine" in one.found
 
 
+@pytest.mark.nightly
 def test_what_the_target_refuses_is_told_beside_the_rest(examine: Examine) -> None:
     """A bad partition or an impossible request: the scheduler's own word, by the target's `check`."""
     OverHosts.problems = [Problem("slurm.partition", 'no partition "gpus"', "there are: gpu, debug")]

@@ -39,9 +39,9 @@ def test_the_text_of_a_job_of_two_nodes_is_that_of_the_uncut_model(
     engine = {"kind": "vllm", "executor": executor, "max_model_len": 1024}
     file = desk.write(engine=engine, hardware={"nodes": 2, "gpus_per_node": 0}, parallel=parallel)
     try:
-        desk.up(file, timeout_s=280)
+        desk.up(file)
         prompts = json.dumps([row.prompt for row in CHATS])
-        told = json.loads(desk.python(ASK, desk.status()["url"], prompts, str(MAX_TOKENS), timeout_s=120))
+        told = json.loads(desk.python(ASK, desk.status()["url"], prompts, str(MAX_TOKENS)))
         assert told == [row.text for row in CHATS]
         assert [node["host"] for node in desk.replica()["announcement"]["nodes"]] == ["node1", "node2"]
         desk.down()

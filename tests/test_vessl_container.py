@@ -269,7 +269,7 @@ def test_what_has_ended_in_vessl_has_ended_here(home: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("has_penstock", [True, False])
+@pytest.mark.parametrize("has_penstock", [pytest.param(True, marks=pytest.mark.nightly), False])
 def test_an_image_without_penstock_gets_it_from_the_volume_and_the_shell_is_replaced(
     has_penstock: bool, tmp_path: Path
 ) -> None:

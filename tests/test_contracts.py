@@ -1,0 +1,103 @@
+"""The contract of targets (testing/conformance.py), each on its place in memory.
+
+Of `local` and `vessl` it runs on processes: the one is nothing else, the other's state is what its container answers.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from place_stubs import HOSTS, Clock, RayStub, SlurmStub, SshStub, TunnelsStub
+from samples import NOW, demo_plan, deployment, draft
+
+from penstock import targets
+from penstock.paths import home
+from penstock.run_folder import Launch, Run, create
+from penstock.targets import Target
+from penstock.targets.ray import jobs_api
+from penstock.targets.ray import target as ray
+from penstock.targets.slurm import commands
+from penstock.targets.slurm import target as slurm
+from penstock.targets.ssh import bundle, liveness, logs, placement
+from penstock.targets.ssh import target as ssh
+from penstock.testing import conformance
+from penstock.testing.conformance import check_target
+
+# Tests that check the contract of a target. A new target joins by a row.
+CHECKED = {
+    "cloudera": "test_cloudera_target.py",
+    "kubernetes": "test_kubernetes_target.py",
+    "local": "test_local_target.py",
+    "ray": "test_contracts.py",
+    "slurm": "test_contracts.py",
+    "ssh": "test_contracts.py",
+    "vessl": "test_vessl_target.py",
+}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    for module in (conformance, commands, slurm, ray, liveness, placement):
+        monkeypatch.setattr(module, "time", made)
+    return made
+
+
+def written(target: Target, /, **fields: Any) -> tuple[Run, Launch]:
+    """A run whose folder is written and that is not placed yet, and the launch of its nodes."""
+    wanted, plan = deployment(name="one", **fields), demo_plan("fake")
+    token = home() / "runs" / "one" / "secrets" / "admin-token"
+    launch = Launch("one", plan, ("http://127.0.0.1:1",), str(token), listen=target.listen)
+    artifact = target.render(launch, sys.executable, wanted)
+    facts = {"plan": plan, "artifact": artifact, "placed": target.placed(wanted)}
+    return create(msgspec.structs.replace(draft(wanted), **facts), NOW), launch
+
+
+def test_every_target_is_checked() -> None:
+    assert CHECKED.keys() == targets.TABLE.keys()
+    for name in CHECKED.values():
+        assert "check_target(" in Path(__file__).with_name(name).read_text("utf-8")
+
+
+def test_slurm_keeps_the_contract_of_targets(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = slurm.Slurm()
+    gateway = {"on": "job", "auth": "keys", "drain_s": 2}
+    run, launch = written(target, target="slurm", gateway=gateway, slurm={"time": "10"})
+    stub = SlurmStub(run)
+    for module in (commands, slurm):
+        monkeypatch.setattr(module, "ask", stub.ask)
+    monkeypatch.setattr(slurm, "_run_survey", stub.survey)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    check_target(target, run, launch, sys.executable, stub.living)
+
+
+def test_ray_keeps_the_contract_of_targets(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, stub = ray.RayJobs(), RayStub()
+    run, launch = written(target, target="ray", ray={"address": stub.address})
+    monkeypatch.setattr(ray, "Dashboard", stub)
+    monkeypatch.setattr(jobs_api, "package", lambda with_model: ("penstock.zip", b""))
+    # What forgets a survey in a thread does it at once.
+    at_once = SimpleNamespace(Thread=lambda target, args, name: SimpleNamespace(start=lambda: target(*args)))
+    monkeypatch.setattr(ray, "threading", at_once)
+    check_target(target, run, launch, sys.executable, lambda: list(stub.rows))
+
+
+def test_ssh_keeps_the_contract_of_targets(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, stub = ssh.OverSsh(), SshStub.new()
+    run, launch = written(target, target="ssh", ssh={"hosts": list(HOSTS)})
+    for module in (ssh, placement):
+        monkeypatch.setattr(module, "Ssh", stub)
+    monkeypatch.setattr(bundle, "_PACKAGE", tmp_path)  # a small one
+    monkeypatch.setattr(placement, "Tunnels", TunnelsStub)
+    monkeypatch.setattr(placement, "free_lasting_ports", lambda n: list(range(20_000, 20_000 + n)))
+    monkeypatch.setattr(logs, "lines", lambda hosts, *more: hosts.lines(*more))
+
+    def leftovers() -> list[str]:
+        return [f"{host}: {pids}" for host, pids in stub.processes.items() if pids] + sorted(stub.folders)
+
+    check_target(target, run, launch, sys.executable, leftovers)
