@@ -7,6 +7,7 @@ def test_x(place: Place, workbench: Workbench) -> None:
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 import socket
@@ -17,21 +18,25 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hosts import Host, Hosts
 from hosts_fixtures import require_hosts
 from launching import HANG_S, Place, a_place, call
+from place_stubs import Clock
 from waiting import until
 
 from penstock import targets
 from penstock.deployment import observe
 from penstock.run_folder import Run
+from penstock.targets import waiting
 from penstock.targets.cloudera import api
-from penstock.testing.fake_workbench import kernel
+from penstock.testing.fake_workbench import kernel, workloads
 from penstock.testing.fake_workbench.server import PROJECT, Workbench
 from penstock.testing.fake_workbench.workloads import APP_PORT, READONLY_PORT
+from penstock.wire.client import Client
 
 DOMAIN = "cml.test"
 SUBDOMAINS = ("penstock-one", "penstock-one-ui", "penstock-two")
@@ -231,13 +236,36 @@ def left(workbench: Workbench) -> list[str]:
 
 @pytest.fixture
 def podless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workbench]:
-    """A workbench on loopback without pods; the key is set."""
+    """A workbench without pods, asked in this process; the key is set."""
     place = tmp_path / "project"
     place.mkdir()
-    monkeypatch.setattr(api, "_PAUSE_S", 0.001)
-    with Workbench(NoPods(place), "127.0.0.1", host="127.0.0.1") as made:
-        monkeypatch.setenv("CDSW_APIV2_KEY", made.key)
+    with Workbench(NoPods(place), DOMAIN, listens=False) as made:
+        ask_here(made, monkeypatch)
         yield made
+
+
+def ask_here(workbench: Workbench, patch: pytest.MonkeyPatch) -> None:
+    """Our client of the API asks this workbench without a socket; who sleeps moves its workloads on."""
+    clock = Clock()
+    clock.on_sleep.append(workbench.workloads.move)
+    for module in (api, waiting, workloads):
+        patch.setattr(module, "time", clock)
+
+    class Asking(Client):
+        @contextlib.contextmanager
+        def _exchange(
+            self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None = None
+        ) -> Iterator[Any]:
+            lines = {"authorization": f"Bearer {self.api_key}", **(headers or {})}
+            status, data = workbench.ask(method, self._root + path, body or b"", lines)
+            read = io.BytesIO(data).read
+            answer = SimpleNamespace(status=status, reason="", read=read, getheader=lambda name: None)
+            if status >= 400:
+                raise self._http_error(path, answer)  # type: ignore[arg-type]
+            yield answer
+
+    patch.setattr(api, "Client", Asking)
+    patch.setenv("CDSW_APIV2_KEY", workbench.key)
 
 
 @pytest.fixture(scope="session")

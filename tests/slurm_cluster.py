@@ -93,9 +93,9 @@ class Desk:
         except AssertionError as exc:
             raise AssertionError(f"{exc}; {self.said()}") from exc
 
-    def event(self, kind: str, replica: str | None = None, text: str = "") -> None:
+    def event(self, kind: str, text: str = "") -> None:
         """Block until the event is in the log of "one"."""
-        event(self.run_of(), kind, replica, text)
+        event(self.run_of(), kind, text=text)
 
     def said(self) -> str:
         logs = sorted(self.home.glob(".penstock/runs/*/logs/*.log"))

@@ -263,3 +263,12 @@ def test_a_job_that_a_killed_controller_submitted_from_zero_is_taken_over(comman
     assert commands.of("sbatch") == commands.of("scancel") == []
     assert slurm.place(run, []).units == {}
     assert commands.of("scancel") == [["0"]], "it is not wanted any more"
+
+
+def test_a_requeued_job_is_the_same_replica_in_the_queue_again(commands: Commands) -> None:
+    run, slurm = run_of(commands, {"1": "RUNNING"}), target.Slurm()
+    assert slurm.status(run)[replica("0")].state == "placed"
+    commands.states["1"], commands.reason = "PENDING", "BeginTime"
+    commands.now += 5
+    row = slurm.status(run)[replica("0")]
+    assert row.state == "queued" and (row.reason or "").startswith("job 1 was requeued: its earliest start")

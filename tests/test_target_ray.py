@@ -193,6 +193,7 @@ def test_a_killed_driver_and_worker_take_their_nodes_with_them_and_come_back_and
     assert call("status", "one").code == 0 and job_of(run) == job, "and it is not placed again"
 
 
+@pytest.mark.nightly  # a minute, and Ray starts anew after it
 def test_a_node_that_loses_power_is_noticed_and_replaced_when_it_comes_back(
     place: Place, ray_cluster: RayCluster
 ) -> None:
