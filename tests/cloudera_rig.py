@@ -240,13 +240,12 @@ def podless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workben
     place = tmp_path / "project"
     place.mkdir()
     with Workbench(NoPods(place), DOMAIN, listens=False) as made:
-        ask_here(made, monkeypatch)
+        ask_here(made, monkeypatch, Clock())
         yield made
 
 
-def ask_here(workbench: Workbench, patch: pytest.MonkeyPatch) -> None:
+def ask_here(workbench: Workbench, patch: pytest.MonkeyPatch, clock: Clock) -> None:
     """Our client of the API asks this workbench without a socket; who sleeps moves its workloads on."""
-    clock = Clock()
     clock.on_sleep.append(workbench.workloads.move)
     for module in (api, waiting, workloads):
         patch.setattr(module, "time", clock)

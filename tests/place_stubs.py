@@ -283,3 +283,37 @@ class TunnelsStub:
 
     def trouble(self, replica: str, rank: int) -> str | None:
         return None
+
+
+class PodStub:
+    """A script in a pod, that runs until it is killed."""
+
+    address = "10.0.0.9"
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def kill(self) -> None:
+        self.code = 137
+
+
+class PodsStub:
+    """Pods of the fake workbench without a process: each writes what a unit's program would write first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def start(self, script: str, env: Mapping[str, str]) -> PodStub:
+        run, part = self.folder / Path(script).parent.parent, env["PENSTOCK_UNIT"]
+        unit = re.fullmatch(r"r(\w+)-n0", part)
+        (run / "logs").mkdir(exist_ok=True)
+        name = "gateway" if unit is None else f"replica-{unit[1]}"
+        (run / "logs" / f"{name}.log").write_text("the program starts\n")
+        if unit is None:
+            (run / "gateway").mkdir(exist_ok=True)
+            address = GatewayAddress("0", "10.0.0.9:8000", ("10.0.0.9:8001",))
+            (run / "gateway" / "address.json").write_bytes(msgspec.json.encode(address))
+        return PodStub()

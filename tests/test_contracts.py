@@ -12,13 +12,17 @@ from typing import Any
 
 import msgspec
 import pytest
-from place_stubs import HOSTS, Clock, RayStub, SlurmStub, SshStub, TunnelsStub
+from cloudera_rig import DOMAIN, ask_here, left
+from place_stubs import HOSTS, Clock, PodsStub, RayStub, SlurmStub, SshStub, TunnelsStub
 from samples import NOW, demo_plan, deployment, draft
 
 from penstock import targets
 from penstock.paths import home
 from penstock.run_folder import Launch, Run, create
 from penstock.targets import Target
+from penstock.targets.cloudera import folder
+from penstock.targets.cloudera import logs as logs_of_pods
+from penstock.targets.cloudera import target as cloudera
 from penstock.targets.ray import jobs_api
 from penstock.targets.ray import target as ray
 from penstock.targets.slurm import commands
@@ -27,10 +31,11 @@ from penstock.targets.ssh import bundle, liveness, logs, placement
 from penstock.targets.ssh import target as ssh
 from penstock.testing import conformance
 from penstock.testing.conformance import check_target
+from penstock.testing.fake_workbench.server import PROJECT, Workbench
 
 # Tests that check the contract of a target. A new target joins by a row.
 CHECKED = {
-    "cloudera": "test_cloudera_target.py",
+    "cloudera": "test_contracts.py",
     "kubernetes": "test_kubernetes_target.py",
     "local": "test_local_target.py",
     "ray": "test_contracts.py",
@@ -101,3 +106,21 @@ def test_ssh_keeps_the_contract_of_targets(clock: Clock, tmp_path: Path, monkeyp
         return [f"{host}: {pids}" for host, pids in stub.processes.items() if pids] + sorted(stub.folders)
 
     check_target(target, run, launch, sys.executable, leftovers)
+
+
+def test_cloudera_keeps_the_contract_of_targets(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "project").mkdir()
+    with Workbench(PodsStub(tmp_path / "project"), DOMAIN, listens=False) as workbench:
+        ask_here(workbench, monkeypatch, clock)
+        monkeypatch.setattr(workbench.workloads, "_answers", lambda application: True)
+        monkeypatch.setattr(folder, "send_code", lambda *_: None)  # a zip of all of penstock
+        for module in (cloudera, logs_of_pods):
+            monkeypatch.setattr(module, "time", clock)
+        block = {"workbench": workbench.url, "project": PROJECT}
+        target = cloudera.ClouderaAi()
+        fields: dict[str, Any] = {"gateway": {"auth": "keys", "port": 8000}, "cloudera": block}
+        assert target.check(deployment(name="one", target="cloudera", **fields)) == []  # finds the runtime
+        run, launch = written(target, target="cloudera", **fields)
+        wanted = run.deployment()
+        monkeypatch.setattr(Run, "deployment", lambda _: wanted)  # it is parsed 86 times
+        check_target(target, run, launch, sys.executable, lambda: left(workbench))

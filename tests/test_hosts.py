@@ -79,13 +79,15 @@ def test_power_loss_tells_no_peer_and_the_disks_survive(hosts: Hosts) -> None:
 
 
 @pytest.mark.nightly
-def test_a_laptop_reaches_the_nodes_only_through_login(login_hosts: Hosts) -> None:
+def test_a_laptop_reaches_the_nodes_only_through_login(hosts: Hosts) -> None:
+    hosts.cut_direct()
+    by_jump = ["ssh", "-F", str(hosts.jump_config), "node1", "hostname"]
     with pytest.raises(OSError, match=r"unreachable|No route"):
-        socket.create_connection((login_hosts["node1"].address, 22), timeout=2)
-    assert login_hosts.ssh("node1", "hostname").stdout == "node1\n"  # by ProxyJump
-    login_hosts.login.cut()
-    assert login_hosts.ssh("login", "-o", "ConnectTimeout=1", "true", check=False).returncode == 255
-    assert login_hosts.login.run(["ssh", "node2", "hostname"]).stdout == "node2\n"
+        socket.create_connection((hosts["node1"].address, 22), timeout=2)
+    assert subprocess.run(by_jump, capture_output=True, text=True).stdout == "node1\n"
+    hosts.login.cut()
+    assert hosts.ssh("login", "-o", "ConnectTimeout=1", "true", check=False).returncode == 255
+    assert hosts.login.run(["ssh", "node2", "hostname"]).stdout == "node2\n"
 
 
 @pytest.mark.parametrize("with_janitor", [False, True], ids=["session", "session-and-janitor"])

@@ -233,17 +233,17 @@ def test_a_replica_over_two_hosts_comes_back_after_a_power_loss(place: Place, ho
     ask(run)
 
 
-def test_a_laptop_that_reaches_the_hosts_by_a_jump_alone(tmp_path: Path, login_hosts: Hosts) -> None:
-    with a_place(tmp_path) as place:
-        for host in login_hosts:  # a model that the laptop has not
-            host.run(["cp", "-r", str(BUNDLED), "/root/model"])
-        run = place.up(write(place, login_hosts, replicas=2, model="/root/model"))
-        assert run.plan().model.path == "/root/model"
-        ask(run)
-        login_hosts.login.cut()
-        until(lambda: "node1 cannot be reached" in (replica_of(run).reason or ""), "status tells it")
-        login_hosts.login.mend()
-        until(lambda: now(run).phase == "ready", "it is back")
-        assert all("cannot be reached" in restart.reason for restart in now(run).replicas[0].restarts)
-        assert call("down", "one").code == 0
-        until(lambda: left_on(login_hosts) == [], "nothing is left")
+def test_a_laptop_that_reaches_the_hosts_by_a_jump_alone(place: Place, hosts: Hosts) -> None:
+    hosts.cut_direct()
+    for host in hosts:  # a model that the laptop has not
+        host.run(["cp", "-r", str(BUNDLED), "/root/model"])
+    run = place.up(write(place, hosts, ssh={"config": str(hosts.jump_config)}, replicas=2, model="/root/model"))
+    assert run.plan().model.path == "/root/model"
+    ask(run)
+    hosts.login.cut()
+    until(lambda: "node1 cannot be reached" in (replica_of(run).reason or ""), "status tells it")
+    hosts.login.mend()
+    until(lambda: now(run).phase == "ready", "it is back")
+    assert all("cannot be reached" in restart.reason for restart in now(run).replicas[0].restarts)
+    assert call("down", "one").code == 0
+    until(lambda: left_on(hosts) == [], "nothing is left")
