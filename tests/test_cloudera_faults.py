@@ -13,7 +13,7 @@ import threading
 import pytest
 from cloudera_rig import LIMITS_MEMORY, file_for, left, up
 from hosts import Host
-from launching import PROMPT, Asking, Done, Place, call, now, replica_of, wait_ready
+from launching import PROMPT, Done, Place, call, now, wait_ready
 from waiting import until
 
 from penstock.testing.fake_engine.requests import expected_text
@@ -45,25 +45,6 @@ def answers() -> bool:
 def gateway_of(workbench: Workbench) -> Workload:
     [found] = [row for row in workbench.workloads.applications.values() if row.record["name"].endswith("-gateway")]
     return found
-
-
-@pytest.mark.nightly
-def test_a_refused_job_ends_the_start_with_the_words_of_the_workbench(place: Place, workbench: Workbench) -> None:
-    workbench.refuses_creation = (403, "quota exceeded: 1 GPU of 1 in use")
-    done = call("up", file_for(place, workbench), "--json")
-    assert done.code == 1 and "quota exceeded" in done.out, done
-    assert workbench.left() == [], "nothing stays behind a start that failed"
-
-
-@pytest.mark.nightly
-def test_a_run_that_reaches_its_time_limit_is_placed_again(place: Place, workbench: Workbench) -> None:
-    run, _ = up(place, workbench)
-    wait_ready(run)
-    [first] = runs(workbench)
-    first.fault = "times out"
-    until(lambda: len(runs(workbench)) == 2, "a second run of the job")
-    until(lambda: replica_of(run).state == "ready", "the replica is ready again")
-    assert "reached its time limit" in call("events", "one").out
 
 
 def test_an_application_that_another_user_stopped_is_named_and_up_brings_it_back(
@@ -124,28 +105,6 @@ def test_up_starts_a_deployment_again_whose_only_run_another_user_stopped(place:
 
 
 @pytest.mark.nightly
-def test_an_engine_that_is_killed_alone_is_started_again_by_its_node(place: Place, workbench: Workbench) -> None:
-    run, key = up(place, workbench, engine={"args": {"tokens-per-s": 20}}, cloudera={"public": True})
-    wait_ready(run)
-    [first] = runs(workbench)
-    pods = host_of(workbench, first).processes()
-    engine = min(p.outer_pid for p in pods if "penstock.testing.fake_engine" in p.argv)
-    url = str(run.known_url)
-    streams = [Asking(url, 200, key=key) for _ in range(2)]
-    until(lambda: all(stream.text for stream in streams), "streams run")
-    os.kill(engine, signal.SIGKILL)
-    later = [Asking(url, 8, key=key) for _ in range(4)]
-    for stream in streams:
-        assert stream.end().error is not None, "an error, and no silent end"
-    for each in later:
-        each.check_is_whole()
-    until(lambda: replica_of(run).n_restarts == 1 and now(run).phase == "ready", "ready again")
-    assert len(runs(workbench)) == 1, "by its node, in the same run of the job"
-    said = call("status", "one").out
-    assert re.search(r"ago +replica 0: .*(SIGKILL|signal 9)", said), said
-
-
-@pytest.mark.nightly
 def test_nodes_find_a_gateway_whose_application_was_restarted(place: Place, workbench: Workbench) -> None:
     run, _ = up(place, workbench)
     wait_ready(run)
@@ -176,17 +135,6 @@ def test_a_gateway_that_hangs_gets_a_successor_whose_name_is_noted(place: Place,
 
 
 @pytest.mark.nightly
-def test_a_replica_without_a_machine_waits_and_says_so(place: Place, workbench: Workbench) -> None:
-    workbench.workloads.next_fault = "schedules for ever"
-    done = call("up", file_for(place, workbench), "--json", "--no-wait")
-    assert done.code == 0, done
-    run = place.run()
-    until(lambda: now(run).gateway.state == "running", "the gateway runs")
-    status = call("status", "one").out
-    assert "queued" in status and "waits for a machine of the workbench" in status, status
-
-
-@pytest.mark.nightly
 def test_a_proxy_that_cuts_streams_is_an_honest_error(place: Place, workbench: Workbench) -> None:
     run, _ = up(place, workbench, engine={"args": {"tokens-per-s": 2}})
     wait_ready(run)
@@ -203,15 +151,6 @@ def test_a_proxy_that_cuts_what_is_silent_lets_a_slow_first_token_through(place:
     workbench.cut_silence_after_s = 15.0
     done = call("chat", "one", "-m", PROMPT, "--max-tokens", 4)
     assert done.code == 0 and "4:" in done.out, done
-
-
-@pytest.mark.nightly
-def test_a_gateway_that_has_not_started_has_no_address_yet(place: Place, workbench: Workbench) -> None:
-    workbench.pods.n_free = 0  # type: ignore[attr-defined]
-    assert call("up", file_for(place, workbench), "--json", "--no-wait").code == 0
-    done = call("chat", "one", "-m", PROMPT)
-    assert done.code == 1 and "has no address yet" in done.err, done
-    workbench.pods.n_free = None  # type: ignore[attr-defined]
 
 
 # ---- memory, time limits, keys ---------------------------------------------------------------------------------------
@@ -291,13 +230,4 @@ def test_a_key_that_expires_during_a_life_is_named_and_a_new_one_goes_on(
     monkeypatch.setenv("CDSW_APIV2_KEY", workbench.key)
     assert now(run).phase == "ready"
     assert answers()
-    assert call("down", "one").code == 0
-
-
-@pytest.mark.nightly
-def test_loading_is_shown_with_the_time_that_is_left(place: Place, workbench: Workbench) -> None:
-    file = file_for(place, workbench, engine={"args": {"load-s": 20}})
-    assert call("up", file, "--json", "--no-wait").code == 0
-    place.run("one")
-    until(lambda: "left" in call("status", "one").out, "the time that is left")
     assert call("down", "one").code == 0

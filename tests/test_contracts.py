@@ -6,6 +6,7 @@ Of `local` and `vessl` it runs on processes: the one is nothing else, the other'
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,9 @@ from place_stubs import HOSTS, Clock, PodsStub, RayStub, SlurmStub, SshStub, Tun
 from samples import NOW, demo_plan, deployment, draft
 
 from penstock import targets
+from penstock.errors import PenstockError
 from penstock.paths import home
-from penstock.run_folder import Launch, Run, create
+from penstock.run_folder import Launch, Run, create, replica
 from penstock.targets import Target
 from penstock.targets.cloudera import folder
 from penstock.targets.cloudera import logs as logs_of_pods
@@ -108,19 +110,45 @@ def test_ssh_keeps_the_contract_of_targets(clock: Clock, tmp_path: Path, monkeyp
     check_target(target, run, launch, sys.executable, leftovers)
 
 
-def test_cloudera_keeps_the_contract_of_targets(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def workbench_here(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workbench]:
+    """A workbench whose pods start at once."""
     (tmp_path / "project").mkdir()
-    with Workbench(PodsStub(tmp_path / "project"), DOMAIN, listens=False) as workbench:
-        ask_here(workbench, monkeypatch, clock)
-        monkeypatch.setattr(workbench.workloads, "_answers", lambda application: True)
+    with Workbench(PodsStub(tmp_path / "project"), DOMAIN, listens=False) as made:
+        ask_here(made, monkeypatch, clock)
+        monkeypatch.setattr(made.workloads, "_answers", lambda application: True)
         monkeypatch.setattr(folder, "send_code", lambda *_: None)  # a zip of all of penstock
         for module in (cloudera, logs_of_pods):
             monkeypatch.setattr(module, "time", clock)
-        block = {"workbench": workbench.url, "project": PROJECT}
-        target = cloudera.ClouderaAi()
-        fields: dict[str, Any] = {"gateway": {"auth": "keys", "port": 8000}, "cloudera": block}
-        assert target.check(deployment(name="one", target="cloudera", **fields)) == []  # finds the runtime
-        run, launch = written(target, target="cloudera", **fields)
-        wanted = run.deployment()
-        monkeypatch.setattr(Run, "deployment", lambda _: wanted)  # it is parsed 86 times
-        check_target(target, run, launch, sys.executable, lambda: left(workbench))
+        yield made
+
+
+def written_there(workbench: Workbench, patch: pytest.MonkeyPatch) -> tuple[cloudera.ClouderaAi, Run, Launch]:
+    target, block = cloudera.ClouderaAi(), {"workbench": workbench.url, "project": PROJECT}
+    fields: dict[str, Any] = {"gateway": {"auth": "keys", "port": 8000}, "cloudera": block}
+    assert target.check(deployment(name="one", target="cloudera", **fields)) == []  # finds the runtime
+    run, launch = written(target, target="cloudera", **fields)
+    wanted = run.deployment()
+    patch.setattr(Run, "deployment", lambda _: wanted)  # it is parsed 86 times
+    return target, run, launch
+
+
+def test_cloudera_keeps_the_contract_of_targets(workbench_here: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, run, launch = written_there(workbench_here, monkeypatch)
+    check_target(target, run, launch, sys.executable, lambda: left(workbench_here))
+
+
+def test_a_job_that_the_workbench_refuses_or_has_no_machine_for_says_so(
+    workbench_here: Workbench, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, run, _ = written_there(workbench_here, monkeypatch)
+    workbench_here.refuses_creation = (403, "quota exceeded: 1 GPU of 1 in use")
+    with pytest.raises(PenstockError, match="quota exceeded"):
+        target.place(run, [replica("0")])
+    assert workbench_here.left() == [], "nothing stays behind a start that failed"
+    workbench_here.refuses_creation, workbench_here.workloads.next_fault = None, "schedules for ever"
+    run.write_handle(target.place(run, [replica("0")]))
+    clock.sleep(5.0)
+    row = target.status(run)[replica("0")]
+    assert row.state == "queued" and "waits for a machine of the workbench" in (row.reason or "")
+    target.end(run, 0.0)

@@ -6,7 +6,6 @@ programs there; what the programs find and measure is real.
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,6 @@ import msgspec
 import pytest
 from hosts import ROOT, Hosts
 from samples import deployment
-from test_doctor import NAME, on_hub
 from test_facts import Hub, served  # noqa: F401 - a fixture
 
 from penstock import targets
@@ -29,7 +27,6 @@ from penstock.run_folder import Artifact
 from penstock.spec.deployment import Deployment
 from penstock.targets import Surveyed, Target
 from penstock.targets.slurm.target import Slurm
-from penstock.text import GIB
 
 pytestmark = pytest.mark.hosts
 
@@ -163,16 +160,6 @@ def test_a_node_without_power_is_named_and_takes_no_other_check_away(hosts: Host
     assert the(found, "variables").state == "warning"
 
 
-@pytest.mark.nightly
-def test_a_port_that_is_taken_is_named_and_the_rest_is_planned(examine: Examine) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        found = examine(gateway={"port": port}, parallel={"tensor": 3})
-    names = {one.check: one for one in bad(found)}
-    assert f"cannot listen on 127.0.0.1:{port}" in names["port"].found
-    assert 'cannot cut model "penstock-demo" over tensor: 3' in names["deployment"].found
-
-
 def test_what_is_wrong_on_one_node_is_named_all_together(hosts: Hosts, examine: Examine) -> None:
     folder = hosts.shared / "python"
     (folder / "vllm-0.31.0.dist-info").mkdir(parents=True)
@@ -190,17 +177,6 @@ def test_what_is_wrong_on_one_node_is_named_all_together(hosts: Hosts, examine: 
     assert shm.state == "warning" and shm.found.startswith("64.0 MiB free of 64.0 MiB")
     assert limits.state == "warning" and limits.found.startswith("open files: 256,")
     assert the(found, "/dev/shm", "node1").state == the(found, "ulimits", "node1").state == "ok"
-
-
-@pytest.mark.nightly
-def test_a_disk_without_room_for_the_model_is_named(hosts: Hosts, examine: Examine, served: Hub) -> None:  # noqa: F811
-    on_hub(served, 3 * GIB)
-    for host in hosts:
-        size = "16m" if host.name == "node2" else "8g"
-        host.run(["sh", "-c", f"mkdir /var/tmp/weights; mount -t tmpfs -o size={size} tmpfs /var/tmp/weights"])
-    (one,) = bad(examine(NAME, cache={"weights": "/var/tmp/weights"}))
-    assert (one.check, one.node) == ("weights", "node2")
-    assert one.found == "3.0 GiB to download, 16.0 MiB free at /var/tmp/weights"
 
 
 @pytest.mark.nightly

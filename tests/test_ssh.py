@@ -52,7 +52,8 @@ def test_what_ssh_takes_for_a_host_and_how_messages_name_it() -> None:
     ],
 )
 def test_complaints_are_read(complaint: str, meaning: str) -> None:
-    assert meaning in reading(complaint)[0]
+    meant, hint = reading(complaint)
+    assert meaning in meant and ("Is the host on" in (hint or "")) == ("does not answer" in meant)
 
 
 def test_replicas_go_round_the_hosts_and_those_that_are_placed_stay() -> None:

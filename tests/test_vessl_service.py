@@ -99,14 +99,6 @@ def test_workers_share_keys_and_vessl_has_as_many_as_were_asked_for(place: Rente
 
 
 @pytest.mark.nightly
-def test_a_start_that_a_worker_refuses_fails_with_its_words_and_leaves_nothing(place: Rented) -> None:
-    """VESSL calls the preset's machine one with an L4, and the worker has none."""
-    done = call("up", place.write(vessl={**SERVICE, "preset": "gpu-l4-small"}, hardware={"gpu": "l4"}))
-    assert done.code != 0 and '"l4", but' in done.err and "has no GPU" in done.err, done
-    assert place.leftovers() == []
-
-
-@pytest.mark.nightly
 def test_what_was_made_without_an_answer_is_not_made_twice(place: Rented) -> None:
     for lost in ("model_services$", "create_with_yaml", "rollouts$"):
         place.world.faults.append(Fault(f"POST .*/{lost}", 503, "Unavailable", "timeout", is_after=True))
