@@ -7,7 +7,6 @@ def test_x(place: Place, workbench: Workbench) -> None:
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import shutil
 import socket
@@ -18,14 +17,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hosts import Host, Hosts
 from hosts_fixtures import require_hosts
 from launching import HANG_S, Place, a_place, call
-from place_stubs import Clock
+from place_stubs import Clock, client_of
 from waiting import until
 
 from penstock import targets
@@ -36,7 +34,6 @@ from penstock.targets.cloudera import api
 from penstock.testing.fake_workbench import kernel, workloads
 from penstock.testing.fake_workbench.server import PROJECT, Workbench
 from penstock.testing.fake_workbench.workloads import APP_PORT, READONLY_PORT
-from penstock.wire.client import Client
 
 DOMAIN = "cml.test"
 SUBDOMAINS = ("penstock-one", "penstock-one-ui", "penstock-two")
@@ -249,21 +246,7 @@ def ask_here(workbench: Workbench, patch: pytest.MonkeyPatch, clock: Clock) -> N
     clock.on_sleep.append(workbench.workloads.move)
     for module in (api, waiting, workloads):
         patch.setattr(module, "time", clock)
-
-    class Asking(Client):
-        @contextlib.contextmanager
-        def _exchange(
-            self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None = None
-        ) -> Iterator[Any]:
-            lines = {"authorization": f"Bearer {self.api_key}", **(headers or {})}
-            status, data = workbench.ask(method, self._root + path, body or b"", lines)
-            read = io.BytesIO(data).read
-            answer = SimpleNamespace(status=status, reason="", read=read, getheader=lambda name: None)
-            if status >= 400:
-                raise self._http_error(path, answer)  # type: ignore[arg-type]
-            yield answer
-
-    patch.setattr(api, "Client", Asking)
+    patch.setattr(api, "Client", client_of(workbench.ask))
     patch.setenv("CDSW_APIV2_KEY", workbench.key)
 
 

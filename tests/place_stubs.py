@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,7 +29,10 @@ from penstock.targets.ray.jobs_api import Job, RayNode
 from penstock.targets.slurm.queue import SEPARATOR
 from penstock.targets.ssh import agent
 from penstock.targets.ssh.logs import Source
+from penstock.testing.fake_vessl.containers import Container
 from penstock.wire.announcement import GatewayAddress, Process
+from penstock.wire.client import Client
+from penstock.wire.container import ContainerView
 
 HOSTS = ("node1", "node2")
 
@@ -49,6 +53,25 @@ class Clock:
         self.now += seconds
         for step in self.on_sleep:
             step()
+
+
+def client_of(ask: Callable[[str, str, bytes, Mapping[str, str]], tuple[int, bytes]]) -> type[Client]:
+    """A `Client` whose requests are calls of `ask`: no socket."""
+
+    class Asking(Client):
+        @contextlib.contextmanager
+        def _exchange(
+            self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None = None
+        ) -> Iterator[Any]:
+            lines = {"authorization": f"Bearer {self.api_key}", **(headers or {})}
+            status, data = ask(method, self._root + path, body or b"", lines)
+            read = io.BytesIO(data).read
+            answer = SimpleNamespace(status=status, reason="", read=read, getheader=lambda name: None)
+            if status >= 400:
+                raise self._http_error(path, answer)  # type: ignore[arg-type]
+            yield answer
+
+    return Asking
 
 
 def answer(argv: Sequence[str], rank: int) -> str:
@@ -317,3 +340,31 @@ class PodsStub:
             address = GatewayAddress("0", "10.0.0.9:8000", ("10.0.0.9:8001",))
             (run / "gateway" / "address.json").write_bytes(msgspec.json.encode(address))
         return PodStub()
+
+
+class ContainerStub(Container):
+    """A run of the fake VESSL whose program is a set of replicas; `control` is its control port."""
+
+    def __post_init__(self) -> None:
+        self.status, self.started_at, self.replicas = "running", 0.0, {"0"}
+        self.logs = [(0.0, f"[replica-{name}] the engine starts") for name in ("0", "1")]
+
+    def terminate(self, status: str = "terminated", reason: str = "", without_grace: bool = False) -> None:
+        self.status = status
+
+    def wait(self, timeout_s: float) -> None:
+        pass
+
+    def processes(self) -> list[int]:
+        return []
+
+    def get_json(self, path: str) -> Any:
+        units: dict[str, str | None] = dict.fromkeys(f"replica/{name}" for name in self.replicas)
+        return msgspec.to_builtins(ContainerView("1", units=units))
+
+    def post_json(self, path: str, value: Any) -> Any:
+        if path.endswith("/replicas"):
+            self.replicas = set(value.replicas)
+        elif path.endswith("/end"):
+            self.status = "completed"
+        return self.get_json(path)

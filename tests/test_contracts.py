@@ -1,6 +1,6 @@
 """The contract of targets (testing/conformance.py), each on its place in memory.
 
-Of `local` and `vessl` it runs on processes: the one is nothing else, the other's state is what its container answers.
+Of `local` it runs on processes: it is nothing else.
 """
 
 from __future__ import annotations
@@ -14,14 +14,24 @@ from typing import Any
 import msgspec
 import pytest
 from cloudera_rig import DOMAIN, ask_here, left
-from place_stubs import HOSTS, Clock, PodsStub, RayStub, SlurmStub, SshStub, TunnelsStub
+from place_stubs import (
+    HOSTS,
+    Clock,
+    ContainerStub,
+    PodsStub,
+    RayStub,
+    SlurmStub,
+    SshStub,
+    TunnelsStub,
+    client_of,
+)
 from samples import NOW, demo_plan, deployment, draft
 
 from penstock import targets
 from penstock.errors import PenstockError
 from penstock.paths import home
 from penstock.run_folder import Launch, Run, create, replica
-from penstock.targets import Target
+from penstock.targets import Target, waiting
 from penstock.targets.cloudera import folder
 from penstock.targets.cloudera import logs as logs_of_pods
 from penstock.targets.cloudera import target as cloudera
@@ -31,8 +41,14 @@ from penstock.targets.slurm import commands
 from penstock.targets.slurm import target as slurm
 from penstock.targets.ssh import bundle, liveness, logs, placement
 from penstock.targets.ssh import target as ssh
+from penstock.targets.vessl import api as vessl_api
+from penstock.targets.vessl import runs
+from penstock.targets.vessl.target import OnVessl
 from penstock.testing import conformance
 from penstock.testing.conformance import check_target
+from penstock.testing.fake_vessl import server
+from penstock.testing.fake_vessl.account import CLUSTER
+from penstock.testing.fake_vessl.server import FakeVessl
 from penstock.testing.fake_workbench.server import PROJECT, Workbench
 
 # Tests that check the contract of a target. A new target joins by a row.
@@ -43,7 +59,7 @@ CHECKED = {
     "ray": "test_contracts.py",
     "slurm": "test_contracts.py",
     "ssh": "test_contracts.py",
-    "vessl": "test_vessl_target.py",
+    "vessl": "test_contracts.py",
 }
 
 
@@ -129,7 +145,7 @@ def written_there(workbench: Workbench, patch: pytest.MonkeyPatch) -> tuple[clou
     assert target.check(deployment(name="one", target="cloudera", **fields)) == []  # finds the runtime
     run, launch = written(target, target="cloudera", **fields)
     wanted = run.deployment()
-    patch.setattr(Run, "deployment", lambda _: wanted)  # it is parsed 86 times
+    patch.setattr(Run, "deployment", lambda _: wanted)  # parsed each time
     return target, run, launch
 
 
@@ -152,3 +168,24 @@ def test_a_job_that_the_workbench_refuses_or_has_no_machine_for_says_so(
     row = target.status(run)[replica("0")]
     assert row.state == "queued" and "waits for a machine of the workbench" in (row.reason or "")
     target.end(run, 0.0)
+
+
+def test_vessl_keeps_the_contract_of_targets(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (runs, waiting):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(server, "Container", ContainerStub)
+    with FakeVessl(tmp_path / "vessl", listens=False) as vessl:
+        monkeypatch.setattr(vessl_api, "Client", client_of(vessl.ask))
+        monkeypatch.setattr(vessl_api, "control", lambda *_: vessl.world.living[-1])
+        for name, value in vessl.variables.items():
+            monkeypatch.setenv(name, value)
+        block = {"cluster": CLUSTER, "preset": "cpu-medium", "image": "penstock/fake:1"}
+        run, launch = written(OnVessl(), target="vessl", vessl=block, gateway={"port": 8000, "auth": "keys"})
+        wanted = run.deployment()
+        monkeypatch.setattr(Run, "deployment", lambda _: wanted)  # parsed each time
+
+        def leftovers() -> list[str]:
+            secrets = [name for name in vessl.world.secrets if name.startswith("penstock-")]
+            return [*(str(each.id) for each in vessl.world.living), *secrets]
+
+        check_target(OnVessl(), run, launch, sys.executable, leftovers)
