@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.hardware import node_facts
+from penstock.hardware import Machine, NodeFacts
 from penstock.run_folder import Run
 from penstock.targets.openssh import Done, Ssh
 from penstock.targets.ray import driver
@@ -30,6 +30,7 @@ from penstock.targets.slurm.queue import SEPARATOR
 from penstock.targets.ssh import agent
 from penstock.targets.ssh.logs import Source
 from penstock.testing.fake_vessl.containers import Container
+from penstock.text import GIB
 from penstock.wire.announcement import GatewayAddress, Process
 from penstock.wire.client import Client
 from penstock.wire.container import ContainerView
@@ -77,7 +78,7 @@ def client_of(ask: Callable[[str, str, bytes, Mapping[str, str]], tuple[int, byt
 def answer(argv: Sequence[str], rank: int) -> str:
     """What `python ARGV` prints on a node: `-c CODE ...` is run here, and the facts of a node are made up."""
     if argv[:2] == ["-m", "penstock.hardware.node_facts"]:
-        return msgspec.json.encode(node_facts.this_node()).decode() + "\n"
+        return msgspec.json.encode(NodeFacts("node1", Machine("node1", 8, 16 * GIB, 16 * GIB), (), GIB)).decode() + "\n"
     words = [word.replace("{rank}", str(rank)) for word in argv]
     printed, before = io.StringIO(), sys.argv
     sys.argv = ["-c", *words[2:]]

@@ -205,6 +205,8 @@ def test_jobs_get_no_secret_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> Non
 FAKE_SBATCH = '#!/bin/sh\necho "${SBATCH_ACCOUNT-none} ${SBATCH_PARTITION-none} ${SBATCH_CLUSTERS-none}"\nexit 1\n'
 
 
+@pytest.mark.processes
+@pytest.mark.nightly
 @pytest.mark.parametrize(("account", "values"), [(None, "mine none none"), ("lab", "none none none")])
 def test_sbatch_does_not_see_variables_that_override_the_script(
     account: str | None, values: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
