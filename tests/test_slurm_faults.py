@@ -6,7 +6,6 @@ import concurrent.futures
 import json
 import os
 import signal
-import threading
 import time
 
 import pytest
@@ -173,45 +172,26 @@ def test_before_the_time_limit_a_successor_takes_over(desk: Desk) -> None:
     desk.down()
 
 
-def until_saved(desk: Desk, job: int) -> None:
-    """Until slurmctld would know this job again: it writes its state seconds after it said yes."""
-    began = time.time()
+def test_a_slurmctld_that_is_away_loses_nothing(desk: Desk) -> None:
+    """`down` waits for one too: test_slurm_asked."""
+    desk.up(desk.write())
+    job, began = desk.job(), time.time()
+    # slurmctld writes its state seconds after it said yes: until it would know this job again.
     desk.slurm.run(["scontrol", "update", f"JobId={job}", "Comment=kept"])
     saved = ["stat", "-c", "%.Y", "/var/tmp/slurmctld/job_state"]
     desk.wait(lambda: float(desk.slurm.login.run(saved).stdout) > began, "its state is saved")
-
-
-def test_a_slurmctld_that_is_away_loses_nothing_and_down_waits_for_it_and_drains(desk: Desk) -> None:
-    desk.up(desk.write())
-    job = desk.job()
-
-    def kill() -> None:
-        (controller,) = [one for one in desk.slurm.login.processes() if one.argv[:1] == ["slurmctld"]]
-        until_saved(desk, job)
-        os.kill(controller.outer_pid, signal.SIGKILL)
-
-    def start() -> None:
-        desk.slurm.login.run(["setsid", "--fork", "slurmctld", "-i"], check=False)
-
-    kill()
+    (controller,) = [one for one in desk.slurm.login.processes() if one.argv[:1] == ["slurmctld"]]
+    os.kill(controller.outer_pid, signal.SIGKILL)
     try:
         assert desk.answer().startswith("1:tell 2:me")
         desk.wait(lambda: "Slurm does not answer" in (desk.replica()["reason"] or ""), "status says so")
         assert desk.status()["phase"] == "ready"
     finally:
-        start()
+        desk.slurm.login.run(["setsid", "--fork", "slurmctld", "-i"], check=False)
     desk.wait(lambda: desk.replica()["reason"] is None, "it is back")
     assert desk.job() == job
     assert desk.replica()["n_restarts"] == 0
-
-    kill()
-    again = threading.Timer(13.0, start)  # squeue itself waits ten seconds
-    again.start()
-    try:
-        desk.call("down", "one")
-    finally:
-        again.join()
-    assert desk.left() == []
+    desk.down()
     assert desk.slurm.job(job)["JobState"] == "COMPLETED", "it ended by itself, and was not cancelled"
 
 
