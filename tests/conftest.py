@@ -22,13 +22,11 @@ from cloudera_rig import pod_hosts, podless, workbench, workbench_place  # noqa:
 from hosts_fixtures import (  # noqa: F401 - fixtures
     desk,
     hosts,
-    login_hosts,
     ray_cluster,
     ray_on_two_hosts,
     slurm,
     slurm_on,
     two_hosts,
-    two_hosts_behind_login,
 )
 from kubernetes_fixtures import kubernetes, kubernetes_cluster  # noqa: F401 - fixtures
 from launching import Place, a_place
@@ -41,17 +39,16 @@ hypothesis.settings.load_profile("unhurried")
 
 # Marker -> the package without which its tests cannot run.
 NEEDS = {"llamacpp": "xllamacpp", "vllm": "vllm"}
-# Rig -> the worker process that runs its tests: there is one Slurm, one Ray and one Kubernetes in a run. Sets of
-# hosts are cheap, so the tests that copy penstock to them (ssh) have a set, and all others another.
+# Rig -> the worker process that runs its tests: a run has one sshd on each host of one set, one Slurm, one Ray and one
+# Kubernetes.
 RIGS = {
     "slurm_on": "slurm",
     "ray_on_two_hosts": "ray",
     "kubernetes_cluster": "kubernetes",
     "pod_hosts": "cloudera",
     "two_hosts": "hosts",
-    "two_hosts_behind_login": "hosts",
 }
-LONGEST_FIRST = ("ssh", "vllm", "slurm", "kubernetes", "ray", "hosts", "llamacpp", "postgres")
+LONGEST_FIRST = ("vllm", "slurm", "hosts", "kubernetes", "ray", "llamacpp", "postgres")
 
 ReportT = TypeVar("ReportT", pytest.TestReport, pytest.CollectReport)
 
@@ -135,8 +132,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def worker_group(item: pytest.Item) -> str | None:
     rigs = [RIGS[name] for name in getattr(item, "fixturenames", ()) if name in RIGS]
-    if rigs == ["hosts"] and item.path.stem.startswith(("test_ssh", "test_many")):
-        return "ssh"
     if rigs or item.get_closest_marker("hosts"):
         return rigs[0] if rigs else "hosts"
     # A module's tests on one engine follow each other, so that it is started once.
