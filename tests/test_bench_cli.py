@@ -253,6 +253,7 @@ def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "python"))
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.usefixtures("fake_vllm")
 def test_vllms_json_is_read_and_its_last_words_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,6 +321,7 @@ def test_bad_input_is_refused_and_changes_nothing(
 # ---- the real engine -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.vllm
 def test_vllm_runs_its_own_benchmarks(large_vocabulary: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """vLLM draws token ids and reads their text again: lengths of prompts are about right."""

@@ -48,6 +48,7 @@ def test_first_question_is_answered_with_figures_and_kept(people: People, rig: C
     assert chat.leaf["text"] == "Good morning"
 
 
+@pytest.mark.nightly
 def test_text_is_shown_before_the_answer_ends_and_its_reasoning_is_folded(people: People, rig: ChatPage) -> None:
     gates = Gate(), Gate()
     steps = ({"reasoning": "Let me think."}, gates[0], "The first words ", gates[1], "and the last.")
@@ -69,6 +70,7 @@ def test_text_is_shown_before_the_answer_ends_and_its_reasoning_is_folded(people
     assert chat.leaf["reasoning"] == "Let me think."
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["button", "closed tab", nightly("escape"), nightly("new chat")])
 def test_end_of_the_interest_ends_the_work_of_the_engine(people: People, rig: ChatPage, how: str) -> None:
     rig.answers["long"] = Answer(("Once upon a time", Gate()))
@@ -122,6 +124,7 @@ def test_two_tabs_share_the_list_and_have_a_conversation_each(people: People) ->
     assert {first.stored()["id"]} == {second.stored()["id"]}
 
 
+@pytest.mark.nightly
 def test_question_that_is_sent_before_an_answer_is_over_goes_when_it_is(people: People, rig: ChatPage) -> None:
     gates = [Gate(), Gate()]
     rig.answers["long"] = Answer(("Half of it", gates[0]))
@@ -142,6 +145,7 @@ def test_question_that_is_sent_before_an_answer_is_over_goes_when_it_is(people: 
     expect(chat.box).to_have_value("another thought")
 
 
+@pytest.mark.nightly
 def test_answer_is_drawn_as_markdown(people: People, rig: ChatPage, tmp_path: Path) -> None:
     text = (
         "It costs $5 and $6, while $E=mc^2$ and \\(a+b\\) are formulas:\n\n$$\\int_0^1 x\\,dx$$\n\n"
@@ -164,6 +168,7 @@ def test_answer_is_drawn_as_markdown(people: People, rig: ChatPage, tmp_path: Pa
     rig.wait_until(lambda: copied() == text, "the answer is copied")
 
 
+@pytest.mark.nightly
 def test_branches_of_an_edited_question_and_a_second_answer(people: People, rig: ChatPage) -> None:
     rig.answers["first"] = Answer(("Answer one",))
     chat = people.chat()
@@ -193,6 +198,7 @@ def test_branches_of_an_edited_question_and_a_second_answer(people: People, rig:
     assert {*chat.texts()} == {"first", "second", "Answer one", "You said: second"}
 
 
+@pytest.mark.nightly
 def test_deleted_message_comes_back_and_a_question_without_an_answer_can_be_asked(people: People) -> None:
     chat = people.chat()
     chat.ask_and_wait("hello")
@@ -223,6 +229,7 @@ async def stream(rig: ChatPage, cookies: list[Any], join: dict[str, Any], person
         return (await client.get("gradio_api/queue/data", params={"session_hash": person})).text
 
 
+@pytest.mark.nightly
 def test_hundred_people_stream_at_once(people: People, rig: ChatPage) -> None:
     gate = Gate()
     rig.answers["all"] = Answer(("It is here", gate, " and whole"))
@@ -280,6 +287,7 @@ def test_search_finds_a_conversation_by_its_words(people: People) -> None:
     expect(chat.conversation).to_contain_text("You said: apples")
 
 
+@pytest.mark.nightly
 def test_keyboard_alone_is_enough(people: People, rig: ChatPage) -> None:
     chat = people.chat()
     keyboard = chat.page.keyboard
@@ -309,6 +317,7 @@ def test_keyboard_alone_is_enough(people: People, rig: ChatPage) -> None:
     expect(chat.conversation).to_contain_text("line one")
 
 
+@pytest.mark.nightly
 def test_image_goes_to_the_model_and_stays_in_the_conversation(people: People, rig: ChatPage) -> None:
     rig.add_replica(input_modalities=["text", "image"])
     chat = people.chat()
@@ -325,6 +334,7 @@ def test_image_goes_to_the_model_and_stays_in_the_conversation(people: People, r
     expect(chat.conversation.get_by_role("img", name="image 1 of the question")).to_be_visible()
 
 
+@pytest.mark.nightly
 def test_an_image_without_text_is_still_there_when_a_setting_is_refused(people: People, rig: ChatPage) -> None:
     rig.add_replica(input_modalities=["text", "image"])
     chat = people.chat()
@@ -342,6 +352,7 @@ def test_an_image_without_text_is_still_there_when_a_setting_is_refused(people: 
     assert not rig.engine.asked
 
 
+@pytest.mark.nightly
 def test_settings_go_with_the_question_and_stay_with_the_conversation(people: People, rig: ChatPage) -> None:
     chat = people.chat()
     panel = chat.page.locator("#penstock-settings")
@@ -429,6 +440,7 @@ def test_answer_of_200_kb_is_shown_and_kept_whole(people: People, rig: ChatPage)
     expect(chat.conversation).to_contain_text("Line 3699 of")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strips", [True, nightly(False)])
 def test_page_works_below_a_path(people: People, rig: ChatPage, strips: bool) -> None:
     with PathProxy(rig.port, "/x/y", strips=strips) as proxy:

@@ -15,6 +15,7 @@ from playwright.sync_api import expect
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 
 
+@pytest.mark.nightly
 def test_killed_replica_leaves_the_text_and_offers_to_go_on(people: People, rig: ChatPage) -> None:
     rig.answers["long"] = Answer(("Half of it,", Gate()))
     chat = people.chat()
@@ -33,6 +34,7 @@ def test_killed_replica_leaves_the_text_and_offers_to_go_on(people: People, rig:
     assert chat.leaf["text"] == "Half of it, and the other half."
 
 
+@pytest.mark.nightly
 def test_killed_page_process_comes_back_with_all_that_was_there(people: People, rig: ChatPage) -> None:
     rig.answers["long"] = Answer(("Half of it", Gate()))
     chat = people.chat()
@@ -67,6 +69,7 @@ def test_login_wants_a_key_that_the_gateway_takes(people: People, rig: ChatPage)
     assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Lax")
 
 
+@pytest.mark.nightly
 def test_key_that_is_revoked_while_chatting_leads_back_to_the_login(people: People, rig: ChatPage) -> None:
     key = rig.make_key("carol")
     chat = people.chat(is_logged_in=False, url=f"{rig.url}#key={key}")
@@ -81,6 +84,7 @@ def test_key_that_is_revoked_while_chatting_leads_back_to_the_login(people: Peop
     rig.wait_until(lambda: "are you there?" in chat.box.input_value() + chat.conversation.inner_text(), "it is kept")
 
 
+@pytest.mark.nightly
 def test_gateway_that_is_away_is_said_and_comes_back_without_a_reload(people: People, rig: ChatPage) -> None:
     rig.stop_gateway()
     try:
@@ -98,6 +102,7 @@ def test_gateway_that_is_away_is_said_and_comes_back_without_a_reload(people: Pe
     expect(chat.error).to_have_count(0)
 
 
+@pytest.mark.nightly
 def test_wait_for_a_replica_is_told_with_its_shards(people: People, rig: ChatPage) -> None:
     rig.stop_gateway()
     rig.start_gateway(is_ready=False)
@@ -143,6 +148,7 @@ TOO_LONG = (
 )
 
 
+@pytest.mark.nightly
 def test_prompt_that_is_too_long_can_leave_out_the_oldest(people: People, rig: ChatPage) -> None:
     chat = people.chat()
     chat.ask_and_wait("the oldest")
@@ -207,6 +213,7 @@ COVER = """> - ```
 """
 
 
+@pytest.mark.nightly
 def test_html_that_gets_into_an_answer_stays_in_its_box(people: People, rig: ChatPage) -> None:
     rig.answers[COVER] = Answer((COVER,))
     chat = people.chat()
@@ -219,6 +226,7 @@ def test_html_that_gets_into_an_answer_stays_in_its_box(people: People, rig: Cha
     assert chat.page.url == rig.url
 
 
+@pytest.mark.nightly
 def test_hostile_answer_does_nothing_and_asks_no_other_host(people: People, rig: ChatPage) -> None:
     call = {"index": 0, "id": "c", "type": "function", "function": {"name": HOSTILE, "arguments": HOSTILE}}
     pieces = [HOSTILE[i : i + 40] for i in range(0, len(HOSTILE), 40)]

@@ -94,6 +94,7 @@ def take(page: Page, conversation: dict[str, Any]) -> None:
     page.evaluate("async (one) => { await penstock.fresh(); await penstock.took(one); }", conversation)
 
 
+@pytest.mark.nightly
 def test_a_conversation_outlives_a_reload_and_its_draft_too(context: BrowserContext) -> None:
     page = start(context)
     new = json.loads(page.evaluate("penstock.current()"))
@@ -116,6 +117,7 @@ def test_a_conversation_outlives_a_reload_and_its_draft_too(context: BrowserCont
     expect(page.locator("textarea")).to_have_value("and the sea")
 
 
+@pytest.mark.nightly
 def test_search_reads_titles_and_texts_and_a_title_is_only_text(context: BrowserContext) -> None:
     page = start(context)
     take(page, said("a1", "Sky", "why is it BLUE?"))
@@ -132,6 +134,7 @@ def test_search_reads_titles_and_texts_and_a_title_is_only_text(context: Browser
     assert page.evaluate("window.hacked") is None
 
 
+@pytest.mark.nightly
 def test_rename_delete_and_undo(context: BrowserContext) -> None:
     page = start(context)
     take(page, said("a1", "Sky", "x"))
@@ -154,6 +157,7 @@ def test_rename_delete_and_undo(context: BrowserContext) -> None:
     expect(page.get_by_text("Your chats stay in this browser.")).to_be_visible()
 
 
+@pytest.mark.nightly
 def test_export_and_import(context: BrowserContext) -> None:
     page = start(context)
     one = said("a1", "Why: the sky?", "x")
@@ -177,6 +181,7 @@ def test_export_and_import(context: BrowserContext) -> None:
     assert page.evaluate("window.hacked") is None
 
 
+@pytest.mark.nightly
 def test_two_tabs_share_the_list_and_lose_nothing(context: BrowserContext) -> None:
     left, right = start(context), start(context)
     take(left, said("a1", "Sky", "x"))
@@ -198,6 +203,7 @@ def test_two_tabs_share_the_list_and_lose_nothing(context: BrowserContext) -> No
     right.wait_for_function("Object.keys(JSON.parse(penstock.current()).turns).length == 3")
 
 
+@pytest.mark.nightly
 def test_an_answer_that_arrives_late_is_kept_where_it_belongs(context: BrowserContext) -> None:
     page = start(context)
     take(page, said("a1", "Sky", "x"))
@@ -212,6 +218,7 @@ def test_an_answer_that_arrives_late_is_kept_where_it_belongs(context: BrowserCo
     page.wait_for_function("JSON.parse(penstock.current()).turns.late?.text == 'late'")
 
 
+@pytest.mark.nightly
 def test_a_full_browser_says_so_and_the_chat_goes_on(context: BrowserContext) -> None:
     page = start(context)
     page.evaluate(
@@ -222,6 +229,7 @@ def test_a_full_browser_says_so_and_the_chat_goes_on(context: BrowserContext) ->
     assert json.loads(page.evaluate("penstock.current()"))["id"] == "a1"
 
 
+@pytest.mark.nightly
 def test_a_browser_without_storage_keeps_chats_until_the_tab_closes(context: BrowserContext) -> None:
     context.add_init_script("Object.defineProperty(window, 'indexedDB', { get() { throw new Error('no'); } })")
     page = start(context)
@@ -231,6 +239,7 @@ def test_a_browser_without_storage_keeps_chats_until_the_tab_closes(context: Bro
     expect(page.locator("#shown")).to_have_text("Sky")
 
 
+@pytest.mark.nightly
 def test_shortcuts_and_the_chip(context: BrowserContext) -> None:
     page = start(context)
     expect(page.locator("#penstock-state")).to_have_text("loading 45 %, 12 s")

@@ -23,6 +23,7 @@ def opened(people: People, name: str) -> Page:
     return page
 
 
+@pytest.mark.nightly
 def test_raw_prompt_is_completed_and_stopped(people: People, rig: ChatPage) -> None:
     gate = Gate()
     rig.answers["Once upon"] = Answer((" a time", gate, " <b>it</b> was"))
@@ -51,6 +52,7 @@ def test_raw_prompt_is_completed_and_stopped(people: People, rig: ChatPage) -> N
     assert violations(page) == []
 
 
+@pytest.mark.nightly
 def test_two_answers_grow_at_once_side_by_side(people: People, rig: ChatPage) -> None:
     gate = Gate()
     rig.answers["why?"] = Answer(
@@ -72,6 +74,7 @@ def test_two_answers_grow_at_once_side_by_side(people: People, rig: ChatPage) ->
     assert violations(page) == []
 
 
+@pytest.mark.nightly
 def test_conversation_leaves_as_a_command_that_carries_it(people: People, rig: ChatPage) -> None:
     chat = people.chat()
     chat.ask_and_wait(HOSTILE, "You said: it's")
@@ -90,6 +93,7 @@ def test_conversation_leaves_as_a_command_that_carries_it(people: People, rig: C
     assert violations(chat.page) == []
 
 
+@pytest.mark.nightly
 def test_log_out_ends_the_session_and_keeps_the_conversations(people: People, rig: ChatPage) -> None:
     chat = people.chat(people.context(is_logged_in=False), url=f"{rig.url}login#key={rig.make_key('leaver')}")
     chat.ask_and_wait("hello")
@@ -99,6 +103,7 @@ def test_log_out_ends_the_session_and_keeps_the_conversations(people: People, ri
     expect(chat.chats).to_have_text(["hello"])
 
 
+@pytest.mark.nightly
 def test_what_was_typed_on_any_tab_outlives_a_reload(people: People, rig: ChatPage) -> None:
     chat = people.chat()
     boxes = {"Completion": "Prompt", "Compare": "Question for both"}
@@ -130,6 +135,7 @@ window.fetch = async (...given) => {
 """
 
 
+@pytest.mark.nightly
 def test_a_question_that_is_sent_before_the_page_is_drawn_is_asked_after_it(people: People) -> None:
     chat = people.chat()
     chat.page.add_init_script(HELD)

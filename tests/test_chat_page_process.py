@@ -69,6 +69,7 @@ def state_of(client: httpx.Client) -> str:
         return ""
 
 
+@pytest.mark.nightly
 def test_it_logs_in_comes_back_with_its_sessions_and_asks_no_other_host(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +138,7 @@ def test_without_the_extra_the_deployment_serves_and_says_so(
     assert "ui absent" in call("events").out
 
 
+@pytest.mark.nightly
 def test_any_address_gets_a_page_until_ctrl_c(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     run = place.up(place.write("one"))
     port = free_port("127.0.0.1")

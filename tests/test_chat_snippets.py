@@ -130,6 +130,7 @@ def run(argv: list[str], folder: Path, script: str) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.parametrize("shell", ["sh", "bash"])
 def test_curl_runs_with_hostile_and_long_text(engine: InThread, shell: str, tmp_path: Path) -> None:

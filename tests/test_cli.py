@@ -476,6 +476,7 @@ def test_a_model_that_may_not_be_looked_at_is_explained(shell: Shell, monkeypatc
     check_error(shell, ["render", "secret/m"], 'could not read "secret/m": Permission denied', None, "Check the")
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("words", "code"),

@@ -60,6 +60,7 @@ def said(workbench: Workbench) -> str:
     return (workbench.pods.folder / "said").read_text()
 
 
+@pytest.mark.nightly
 def test_a_session_that_is_killed_during_up_leaves_the_deployment_to_others(place: Place, workbench: Workbench) -> None:
     file = file_for(place, workbench, engine={"args": {"load-s": 8}})
     block = yaml.safe_load(file.read_text())

@@ -76,6 +76,7 @@ def note(project: Path, unit: str) -> dict[str, object]:
     return facts
 
 
+@pytest.mark.nightly
 def test_the_application_makes_the_environment_and_nodes_use_it(project: Path) -> None:
     assert run(project, "gateway") == 0
     log = (project / "run" / "logs" / "controller.log").read_text()

@@ -61,6 +61,7 @@ def up_until_weights_come(place: Place, workbench: Workbench, hub: HubServer, no
     return run
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("nodes", ["jobs", pytest.param("workers", marks=pytest.mark.nightly)])
 def test_weights_come_by_a_job_before_nodes_start(
     place: Place, workbench: Workbench, hub: HubServer, nodes: str

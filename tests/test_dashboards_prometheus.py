@@ -112,6 +112,7 @@ def asked(expr: str, deployment: str) -> str:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
 @pytest.mark.parametrize("deployment", ["made", "exporter"])
 def test_every_query_has_data(filled: Prometheus, board: Board, deployment: str) -> None:

@@ -160,6 +160,7 @@ def test_a_node_without_power_is_named_and_takes_no_other_check_away(hosts: Host
     assert the(found, "variables").state == "warning"
 
 
+@pytest.mark.nightly
 def test_what_is_wrong_on_one_node_is_named_all_together(hosts: Hosts, examine: Examine) -> None:
     folder = hosts.shared / "python"
     (folder / "vllm-0.31.0.dist-info").mkdir(parents=True)

@@ -112,6 +112,7 @@ def test_a_missing_openmp_runtime_is_told_with_its_package(monkeypatch: pytest.M
     assert missing.install.startswith("apt-get install libgomp1")
 
 
+@pytest.mark.nightly
 @pytest.mark.llamacpp
 def test_a_system_without_openmp_serves_with_the_runtime_of_a_wheel(tmp_path: Path) -> None:
     """The system's library is hidden in a mount namespace, where the system has one."""

@@ -39,6 +39,7 @@ def is_gone(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_idle_it_ends_at_once_with_code_0_and_takes_its_child_along(number: signal.Signals) -> None:
     with as_process("--model", "m", "--child") as engine, core_of(engine) as core:

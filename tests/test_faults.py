@@ -115,6 +115,7 @@ def test_killed_gateway_node_engine_and_engine_child_come_back(place: Place) -> 
     place.assert_nothing_left()
 
 
+@pytest.mark.nightly
 def test_killed_engine_child_costs_no_request_beside_a_healthy_replica(place: Place) -> None:
     """Its server answers 500 at once, so by least in flight it got nearly every request: 1728 of 1968 were errors."""
     args = {"child": True, "tokens-per-s": 50, "load-s": 0.2}
@@ -169,6 +170,7 @@ def kill_all(run: Run) -> None:
     wait_until(is_empty, "all of it is gone")
 
 
+@pytest.mark.nightly
 def test_what_is_killed_at_once_is_revived_by_up(place: Place) -> None:
     file = place.write("one")
     run = place.up(file)
@@ -203,6 +205,7 @@ def test_what_is_killed_at_once_is_revived_by_up(place: Place) -> None:
     place.assert_nothing_left()
 
 
+@pytest.mark.nightly
 def test_step_of_the_clock_makes_no_process_a_stranger(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     run = place.up(place.write("one"))
     parts = processes.find_marked(str(run.path))
@@ -212,6 +215,7 @@ def test_step_of_the_clock_makes_no_process_a_stranger(place: Place, monkeypatch
     assert targets.load("local").status(run)[replica("0")].state == "placed"
 
 
+@pytest.mark.nightly
 def test_shared_memory_of_killed_processes_is_removed(place: Place) -> None:
     """As vLLM's does, the engine maps a segment that only its polite end would unlink."""
     hook, tag = place.folder / "hook", f"penstock-test-{os.getpid()}"
@@ -265,6 +269,7 @@ def test_hanging_engine_is_found_stalled_and_its_request_is_answered_after_all(p
     ask(run)
 
 
+@pytest.mark.nightly
 def test_engine_that_dies_in_a_stream_ends_it_with_an_error_event(place: Place) -> None:
     faults = {"crash-mid-stream": 5, "fault-once": str(place.folder / "crashed")}
     run = place.up(place.write("one", args=faults))
@@ -307,6 +312,7 @@ FAILING_STARTS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", FAILING_STARTS)
 def test_failed_start_says_why_and_leaves_nothing(place: Place, case: str) -> None:
     args, engine, reading, hint = FAILING_STARTS[case]
@@ -329,6 +335,7 @@ def test_failed_start_says_why_and_leaves_nothing(place: Place, case: str) -> No
     assert "failed" in call("ls", "--all").out
 
 
+@pytest.mark.nightly
 def test_failed_start_can_be_tried_again_on_the_same_port(place: Place) -> None:
     gateway = {"port": free_port("127.0.0.1")}
     assert call("up", place.write("one", args={"oom": "kv-cache"}, gateway=gateway), "--no-wait").code == 0
@@ -339,6 +346,7 @@ def test_failed_start_can_be_tried_again_on_the_same_port(place: Place) -> None:
     ask(run)
 
 
+@pytest.mark.nightly
 def test_failed_replica_beside_a_ready_one_does_not_end_it(place: Place) -> None:
     """The second replica finds the file that the first made, and fails at its start."""
     run = place.up(place.write("one"))
@@ -373,6 +381,7 @@ def test_down_ends_an_engine_that_ignores_sigterm(place: Place) -> None:
     place.assert_nothing_left()
 
 
+@pytest.mark.nightly
 def test_port_taken_between_check_and_start_is_told_and_leaves_nothing(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,6 +394,7 @@ def test_port_taken_between_check_and_start_is_told_and_leaves_nothing(
     place.assert_nothing_left()
 
 
+@pytest.mark.nightly
 def test_orphans_of_a_deleted_run_folder_are_found_and_cleaned(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     run, other = place.up(place.write("one")), place.up(place.write("two"))
     path, run_id = str(run.path), run.record().id
@@ -412,6 +422,7 @@ def remove(path: Path) -> bool:
     return not path.exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("killed", [(), ("controller",)])
 def test_a_home_that_is_away_for_a_moment_ends_nothing(place: Place, killed: tuple[str, ...]) -> None:
     run = place.up(place.write("one"))
@@ -443,6 +454,7 @@ def test_two_ups_at_once_start_one_deployment(place: Place) -> None:
     ask(run)
 
 
+@pytest.mark.nightly
 def test_down_while_up_waits_ends_both(place: Place) -> None:
     file = place.write("one", args={"load-s": 20})
     with started("up", file) as waiting:
@@ -455,6 +467,7 @@ def test_down_while_up_waits_ends_both(place: Place) -> None:
     assert now(run).phase == "down"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("broken", ["plan.json", "spec.yaml", "run.json", "handle.json", "state.json", "desired.json"])
 def test_down_ends_a_deployment_whose_folder_is_damaged(place: Place, broken: str) -> None:
     run = place.up(place.write("one"))
@@ -483,6 +496,7 @@ def test_hung_gateway_is_ended_and_another_started(place: Place) -> None:
     ask(run)
 
 
+@pytest.mark.nightly
 def test_node_that_dies_before_it_says_anything_fails_the_start(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     render = Local.render
 
@@ -517,6 +531,7 @@ def test_on_a_full_disk_the_controller_survives_down_works_and_up_refuses(place:
     assert " of its disk are free" in done.stdout, done
 
 
+@pytest.mark.nightly
 def test_engine_is_read_although_its_log_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its output pipe holds 64 KiB: an engine that nobody reads stops."""
     lines, full = list[str](), Path("/dev/full").open("w")  # noqa: SIM115 - closing it fails

@@ -123,6 +123,7 @@ fetch.fetch(sources.parse({model!r}))
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.parametrize("step", STEPS)
 def test_a_fetch_that_is_killed_at_any_step_is_continued(

@@ -68,6 +68,7 @@ done
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.parametrize(("step", "held"), [(70_000, None), (0, "GPU 1 134 GiB")])
 def test_the_end_of_an_engine_waits_for_the_memory_of_its_gpus_and_says_what_stays(
@@ -92,6 +93,7 @@ esac
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.parametrize(("left", "held"), [(2, None), (9, "GPU 1 125 GiB (process 77)")])
 def test_down_waits_until_the_driver_lists_none_of_the_ended_processes(

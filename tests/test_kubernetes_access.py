@@ -77,12 +77,14 @@ def api(kubectl: Path) -> Iterator[Api]:
     access.proxy_of("a").end()
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_the_context_gives_the_namespace(kubectl: Path) -> None:
     assert connect().context == "a" and connect().namespace == "default"
     assert connect("b").namespace == "team" and connect("b", "other").namespace == "other"
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_an_unknown_context_lists_those_that_exist(kubectl: Path) -> None:
     with pytest.raises(UserError, match='no context "c"') as caught:
@@ -90,6 +92,7 @@ def test_an_unknown_context_lists_those_that_exist(kubectl: Path) -> None:
     assert caught.value.detail == "contexts: a, b"
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_without_a_current_context_one_must_be_chosen(kubectl: Path) -> None:
     configure(kubectl, None, "")
@@ -105,6 +108,7 @@ def test_an_absent_kubectl_is_a_users_error(tmp_path: Path, monkeypatch: pytest.
     assert "https://kubernetes.io/docs/tasks/tools" in str(caught.value.hint)
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_a_proxy_that_died_is_started_again(kubectl: Path, api: Api) -> None:
     assert api.version() == connect("a").version()  # one for the process
@@ -113,6 +117,7 @@ def test_a_proxy_that_died_is_started_again(kubectl: Path, api: Api) -> None:
     assert api.version() == (1, pids(kubectl)[1]) != (1, pid)
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_a_proxy_that_does_not_start_says_why(kubectl: Path, api: Api) -> None:
     (kubectl / "complaint").write_text("E1122 18:23:26.388079   16777 proxy.go:1] error: no such user\n")
@@ -167,6 +172,7 @@ def test_a_tunnel_is_opened_again_on_its_port(kubectl: Path) -> None:
     assert not is_up(tunnel.url) and len(pids(kubectl)) == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_a_tunnel_that_does_not_open_says_why(kubectl: Path) -> None:
     (kubectl / "complaint").write_text('Error from server (NotFound): services "x-gateway" not found\n')
@@ -178,6 +184,7 @@ def test_a_tunnel_that_does_not_open_says_why(kubectl: Path) -> None:
     assert caught.value.detail == 'Error from server (NotFound): services "x-gateway" not found'
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_a_tunnel_that_stays_closed_is_given_up(kubectl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access, "_GIVES_UP_S", 0.3)
@@ -188,6 +195,7 @@ def test_a_tunnel_that_stays_closed_is_given_up(kubectl: Path, monkeypatch: pyte
         assert tunnel.last_words() == "error: lost connection to pod"
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_exec_has_the_exit_code_of_the_command(kubectl: Path) -> None:
     argv = access.exec_argv("a", "team", "deployment/x-gateway", "gateway", ["penstock", "keys", "list"])
@@ -200,6 +208,7 @@ def test_exec_has_the_exit_code_of_the_command(kubectl: Path) -> None:
 # ---- in a pod --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_in_a_pod_its_service_account_is_used_and_its_token_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, certificate: tuple[Path, Path]

@@ -75,6 +75,7 @@ def test_objects_are_applied_listed_and_deleted_and_conflicts_named(kubernetes: 
         api.apply({**big, "binaryData": {"a": "AAAA" * 400_000}})
 
 
+@pytest.mark.nightly
 def test_rights_that_are_missing_are_named(kubernetes: Namespace, api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(kubernetes.cluster.kubeconfig(USERS[0], kubernetes.name)))
     theirs = connect()
@@ -86,6 +87,7 @@ def test_rights_that_are_missing_are_named(kubernetes: Namespace, api: Api, monk
         access.proxy_of(str(theirs.context)).end()
 
 
+@pytest.mark.nightly
 def test_calls_and_logs_survive_kubectl_and_the_api_server(kubernetes: Namespace, api: Api) -> None:
     api.apply(deployment("counter", ["sh", "-c", COUNT]))
     kubernetes.wait(lambda: any(pod.phase == "Running" for pod in kubernetes.pods("app=counter")), "the pod runs")
@@ -123,6 +125,7 @@ def test_calls_and_logs_survive_kubectl_and_the_api_server(kubernetes: Namespace
     assert list(api.logs(pod, last=2))[-1].startswith("line ")
 
 
+@pytest.mark.nightly
 def test_a_tunnel_follows_its_service_to_another_pod(kubernetes: Namespace, api: Api) -> None:
     api.apply(deployment("web", ["sh", "-c", f'hostname >host; exec python3 -c "{SERVER}"']))
     ports = [{"name": "http", "port": 80, "targetPort": 8000, "protocol": "TCP"}]

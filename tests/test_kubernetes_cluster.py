@@ -42,6 +42,7 @@ def ask(space: Namespace, pod: str, url: str) -> str:
     return space.pod(pod).run(["python3", "-c", code]).stdout.strip()
 
 
+@pytest.mark.nightly
 def test_pods_of_a_stateful_set_have_names_volumes_secrets_and_a_service(kubernetes: Namespace) -> None:
     script = 'echo hello from $(hostname) $KEY >/data/index.html; cd /data; exec python3 -c "$0"'
     container = {
@@ -78,6 +79,7 @@ def test_pods_of_a_stateful_set_have_names_volumes_secrets_and_a_service(kuberne
     assert (ended["exitCode"], ended["reason"]) == (137, "OOMKilled")
 
 
+@pytest.mark.nightly
 def test_kubectl_forwards_ports_and_executes_and_ends_with_the_pod(kubernetes: Namespace) -> None:
     kubernetes.apply(workload("Deployment", "web", pod_of(["python3", "-u", "-c", SERVER])), service("web", 80))
     kubernetes.wait(lambda: [pod for pod in kubernetes.pods() if pod.is_ready], "a pod")
@@ -102,6 +104,7 @@ def test_kubectl_forwards_ports_and_executes_and_ends_with_the_pod(kubernetes: N
     kubernetes.wait(lambda: pod.status.get("reason") == "Evicted", "the reason")
 
 
+@pytest.mark.nightly
 def test_a_job_completes_and_a_failing_image_and_command_are_told(kubernetes: Namespace) -> None:
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "once"}}
     pod = pod_of(["sh", "-c", "cat /in/word; [ -w /claim ]"], restartPolicy="Never")

@@ -111,6 +111,7 @@ def test_a_pod_that_cannot_start_says_why_within_ten_seconds(kubernetes: Namespa
     crash.says("broken", "container node ended with code 3", ": cannot load libcuda.so")
 
 
+@pytest.mark.nightly
 def test_a_quota_says_why_no_pod_is_made(kubernetes: Namespace) -> None:
     api = api_of(kubernetes)
     spec = {"hard": {"requests.nvidia.com/gpu": "4"}}
@@ -123,6 +124,7 @@ def test_a_quota_says_why_no_pod_is_made(kubernetes: Namespace) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_a_replica_that_loses_pods_is_broken_until_its_set_brings_them_back(kubernetes: Namespace) -> None:
     both = Replica(kubernetes, set_of("both", n_nodes=2))
     placement = both.says("placed")
@@ -179,6 +181,7 @@ def deployment(n_gpus: int, **more: Any) -> Deployment:
     )
 
 
+@pytest.mark.nightly
 def test_all_problems_of_a_cluster_are_told_at_once(kubernetes: Namespace) -> None:
     api = api_of(kubernetes)
     assert checks.problems(api, deployment(8)) == []
@@ -204,6 +207,7 @@ def bind(space: Namespace, user: str, rules: list[Object]) -> None:
     space.apply(role, binding)
 
 
+@pytest.mark.nightly
 def test_the_rights_that_the_check_asks_for_are_enough_for_a_whole_life(
     kubernetes: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from penstock.targets.kubernetes import archive, objects, replicas
 pytestmark = pytest.mark.hosts
 
 
+@pytest.mark.nightly
 def test_a_replica_starts_from_the_archive_and_its_set_is_the_same_when_applied_again(kubernetes: Namespace) -> None:
     block = {"image": "any", "cpus_per_node": 1, "memory": "2Gi", "patch": {"metadata": {"labels": {"team": "a"}}}}
     wanted = deployment(name="demo", target="kubernetes", kubernetes=block)

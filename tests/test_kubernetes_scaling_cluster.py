@@ -42,6 +42,7 @@ def sets(space: Namespace) -> list[str]:
     return sorted(row["metadata"]["name"] for row in space.objects("statefulsets", "/apis/apps/v1"))
 
 
+@pytest.mark.nightly
 def test_the_controller_in_the_cluster_follows_the_load(place: Place, kubernetes: Namespace) -> None:
     run, key = up(place, file_of(place))
     at_two: list[str] = []
@@ -160,6 +161,7 @@ def dial(space: Namespace) -> int:
     return int(space.call("GET", "deployments/one-scale/scale", group="/apis/apps/v1")["spec"]["replicas"])
 
 
+@pytest.mark.nightly
 def test_a_real_hpa_sets_the_number_from_the_gauge(place: Place, kubernetes: Namespace) -> None:
     """Burst, drain and pin; each new number is the HPA's, and penstock only follows."""
     file = file_of(place, replicas={"min": 1, "actuator": "hpa"})

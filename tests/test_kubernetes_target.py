@@ -98,6 +98,7 @@ def up(place: Place, **fields: Any) -> tuple[Run, str]:
     return place.run("one"), str(done.events[0]["key"])
 
 
+@pytest.mark.nightly
 def test_a_replacement_loses_no_request(place: Place, kubernetes: Namespace) -> None:
     run, key = up(place)
     asked = Asked(run, key)

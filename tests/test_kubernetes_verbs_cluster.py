@@ -50,6 +50,7 @@ def other(tmp_path: Path, kubernetes: Namespace) -> Machine:
     return Machine(tmp_path / "other", kubernetes)
 
 
+@pytest.mark.nightly
 def test_every_verb_works_from_another_machine(place: Place, kubernetes: Namespace, other: Machine) -> None:
     file = file_for(place, kubernetes={"expose": "none"}, ui=True)
     done = call("up", file, "--json")
@@ -148,6 +149,7 @@ def _check_chat_page(other: Machine) -> None:
     assert "chat page: serves http://one-gateway:8000" in other.call("logs", "one", "--part", "ui").stdout
 
 
+@pytest.mark.nightly
 def test_an_exposed_one_is_asked_directly_and_belongs_to_all(
     place: Place, kubernetes: Namespace, other: Machine
 ) -> None:
@@ -173,6 +175,7 @@ def test_an_image_that_is_not_there_ends_a_start_with_the_reason(place: Place, k
     assert kinds_left(kubernetes) == []
 
 
+@pytest.mark.nightly
 def test_an_api_server_that_is_away_loses_nothing(place: Place, kubernetes: Namespace) -> None:
     assert call("up", file_for(place)).code == 0
     kubernetes.cluster.api_away()
@@ -187,6 +190,7 @@ def test_an_api_server_that_is_away_loses_nothing(place: Place, kubernetes: Name
     assert call("down", "one").code == 0
 
 
+@pytest.mark.nightly
 def test_clean_removes_what_has_no_anchor_and_nothing_else(
     place: Place, kubernetes: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,7 @@ def test_a_job_fills_the_claim_once_and_pods_wait_for_it(kubernetes: Namespace, 
     assert "weights complete: fetched before" in kubernetes.pod(fetching).log() and len(hub.asked) == n_asked
 
 
+@pytest.mark.nightly
 def test_the_pod_fetches_itself_into_a_claim_for_one_node(kubernetes: Namespace, hub: HubServer) -> None:
     wanted = file("one", hub, storage_access="ReadWriteOnce")
     kubernetes.apply(archive.config_map(wanted, archive.archive()), *weights.objects_of(wanted, plan()))
@@ -166,6 +167,7 @@ def test_a_fetch_that_the_hub_refuses_is_told_and_with_the_token_the_next_try_go
     assert not kubernetes.objects("persistentvolumeclaims")
 
 
+@pytest.mark.nightly
 def test_up_of_a_hub_model_reports_the_fetch_and_a_second_up_downloads_nothing(
     kubernetes: Namespace, hub: HubServer, place: Place
 ) -> None:
@@ -195,6 +197,7 @@ def test_up_of_a_hub_model_reports_the_fetch_and_a_second_up_downloads_nothing(
     kubernetes.wait(lambda: not kubernetes.objects("persistentvolumeclaims"), "the claim is gone")
 
 
+@pytest.mark.nightly
 def test_pods_with_own_disks_pass_the_files_on(kubernetes: Namespace, hub: HubServer, place: Place) -> None:
     wanted = file_for(place, hub, cache={"weights": "pod"}, replicas=3)
     assert call("up", wanted, "--json").code == 0
@@ -206,6 +209,7 @@ def test_pods_with_own_disks_pass_the_files_on(kubernetes: Namespace, hub: HubSe
     assert call("down", "one", "--now").code == 0
 
 
+@pytest.mark.nightly
 def test_pods_copy_a_claim_to_their_own_disk(kubernetes: Namespace, hub: HubServer, place: Place) -> None:
     assert call("up", file_for(place, hub, cache={"stage": "auto"}), "--json").code == 0
     log = kubernetes.pod("one-r0-0").run(["sh", "-c", "find /stage -name MANIFEST.json; ls /stage/*/*"]).stdout

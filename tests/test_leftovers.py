@@ -178,6 +178,7 @@ def pids_of(run_id: str) -> set[int]:
     return {found.pid for found in processes.find_marked() if found.run_id == run_id and found.role in ROLES}
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.parametrize("is_container", [True, False], ids=["a container", "an unmounted home"])
 def test_clean_and_down_do_not_touch_what_they_cannot_see(place: Place, is_container: bool) -> None:

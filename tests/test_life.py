@@ -166,6 +166,7 @@ def test_scale_to_zero_holds_requests_until_there_is_a_replica_again(place: Plac
     held.check_is_whole()
 
 
+@pytest.mark.nightly
 def test_down_lets_a_stream_end_whole(place: Place) -> None:
     run = place.up(place.write("one", args=SLOW))
     stream = Asking(run.url, 30)
@@ -175,6 +176,7 @@ def test_down_lets_a_stream_end_whole(place: Place) -> None:
     place.assert_nothing_left()
 
 
+@pytest.mark.nightly
 def test_up_without_waiting_returns_while_the_engine_loads_and_shows_the_key(place: Place) -> None:
     done = call("up", place.write("one", args={"load-s": 1}, gateway={"auth": "keys"}), "--no-wait")
     assert done.code == 0
@@ -193,6 +195,7 @@ def test_up_without_waiting_returns_while_the_engine_loads_and_shows_the_key(pla
     ask(place.run("three"), key=three.events[0]["key"])
 
 
+@pytest.mark.nightly
 def test_up_tells_its_events_as_json(place: Place) -> None:
     done = call("up", place.write("one", args={"load-s": 3, "shards": 4}), "--json")
     first, *progress, last = done.events
@@ -232,6 +235,7 @@ def test_logs_show_each_part_and_go_on_until_ctrl_c(place: Place) -> None:
         assert following.wait(DEADLINE_S) == 130
 
 
+@pytest.mark.nightly
 def test_two_deployments_live_side_by_side_and_go_together(place: Place) -> None:
     one, two = place.up(place.write("one")), place.up(place.write("two"))
     assert one.url != two.url
@@ -276,6 +280,7 @@ MOMENTS = [(0.1, 1), (0.25, 1), (0.6, 1), (None, 1), (0.4, 3)]  # seconds (None:
 MOMENTS_OF_THE_NIGHT = nightly(*((at, 1) for at in (0.03, 0.15, 0.2, 0.3, 0.4)), (0.15, 3), (0.8, 3), (0.6, 5))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("moment", [*MOMENTS, *MOMENTS_OF_THE_NIGHT], ids=str)
 def test_ctrl_c_at_any_moment_of_a_start_leaves_nothing(place: Place, moment: tuple[float | None, int]) -> None:
     after_s, n_times = moment
@@ -321,6 +326,7 @@ def draining(place: Place, name: str = "one") -> tuple[Run, Asking]:
     return run, stream
 
 
+@pytest.mark.nightly
 def test_clean_leaves_a_deployment_alone_that_is_draining(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its end is written down first, so `clean --yes` took what still answered for a leftover, and killed it."""
     run, stream = draining(place)
@@ -336,6 +342,7 @@ def test_clean_leaves_a_deployment_alone_that_is_draining(place: Place, monkeypa
     place.assert_nothing_left()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_down_that_broke_off_stays_visible_and_is_finished_by_another(place: Place, number: signal.Signals) -> None:
     """It used to be hidden by `ls`, and a bare `down` ended another deployment."""
@@ -354,6 +361,7 @@ def test_a_down_that_broke_off_stays_visible_and_is_finished_by_another(place: P
     assert call("ls", "--json").json == []
 
 
+@pytest.mark.nightly
 def test_up_finishes_a_down_that_broke_off_and_starts_anew(place: Place) -> None:
     run, _ = draining(place)
     before = run.record().id

@@ -44,6 +44,7 @@ def samples(run: Run) -> list[Sample]:
     return [msgspec.json.decode(line, type=Sample) for line in kept_lines(run.samples_file)]
 
 
+@pytest.mark.nightly
 def test_a_number_is_pinned_and_given_back(place: Place) -> None:
     run = place.up(place.write("one", replicas={"min": 1, "max": 3}))
     ask(run)
@@ -111,6 +112,7 @@ def comments(url: str) -> list[str]:
         return [line.decode().strip() for line in answer if line.startswith(b":")]
 
 
+@pytest.mark.nightly
 def test_who_is_held_hears_the_seconds_that_are_left(place: Place) -> None:
     run = wait_asleep(place)
     told = [waiting for text in comments(run.url) if (waiting := read_comment(text[1:])) is not None]
@@ -119,6 +121,7 @@ def test_who_is_held_hears_the_seconds_that_are_left(place: Place) -> None:
     assert any(waiting.eta_s is not None for waiting in told), told
 
 
+@pytest.mark.nightly
 def test_a_controller_killed_at_zero_and_while_one_wakes_starts_none_twice(place: Place) -> None:
     run = wait_asleep(place)
     kill(pid_of(run, "controller"))
@@ -131,6 +134,7 @@ def test_a_controller_killed_at_zero_and_while_one_wakes_starts_none_twice(place
     assert pid_of(run, "node") == node, "the one that was starting"
 
 
+@pytest.mark.nightly
 def test_a_gateway_killed_at_zero_and_while_one_wakes_loses_no_replica(place: Place) -> None:
     run = wait_asleep(place)
 
@@ -151,6 +155,7 @@ def test_a_gateway_killed_at_zero_and_while_one_wakes_loses_no_replica(place: Pl
     assert pid_of(run, "node") == node
 
 
+@pytest.mark.nightly
 def test_a_controller_killed_while_one_more_loads_and_while_one_drains_loses_nothing(place: Place) -> None:
     run = place.up(place.write("one", args=SLOW, replicas={"min": 1, "max": 2}, gateway={"max_in_flight": 1}))
     streams = [Asking(run.url, 60) for _ in range(3)]

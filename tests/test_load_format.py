@@ -157,6 +157,7 @@ with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as d
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0 or not os.access("/dev/fuse", os.R_OK), reason="needs root, to mount a disk")
 def test_a_slow_network_disk_is_measured_and_read_ahead(model_file: Path) -> None:

@@ -77,6 +77,7 @@ def test_a_probe_does_not_see_that_a_node_sleeps(rig: Rig, tmp_path: Path) -> No
     assert states <= {"sleeping", "waking", "ready"}
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.parametrize("rig", [TWO], indirect=True)
 def test_all_nodes_of_a_replica_leave_on_one_order_and_their_successors_stay(rig: Rig, tmp_path: Path) -> None:

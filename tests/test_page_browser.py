@@ -119,6 +119,7 @@ def test_page_draws_every_part(open_page: Open) -> None:
         check_accessibility(page)
 
 
+@pytest.mark.nightly
 def test_what_was_not_measured_is_left_out(open_page: Open) -> None:
     now = msgspec.structs.replace(
         samples.rates(samples.AT), gpu_use=None, power_watts=None, ttft_s_p50=None, ttft_s_p99=None
@@ -133,6 +134,7 @@ def test_what_was_not_measured_is_left_out(open_page: Open) -> None:
             expect(page.locator(f"#{section}-section")).to_be_hidden()
 
 
+@pytest.mark.nightly
 def test_policy_stops_other_scripts_and_hosts(open_page: Open) -> None:
     with PageServer(playing(samples.snapshot())) as server:
         page = open_page(server.url, may_complain=True)
@@ -153,6 +155,7 @@ def test_policy_stops_other_scripts_and_hosts(open_page: Open) -> None:
         assert sorted(map(str, blocked)) == ["None", "connect-src", "script-src-attr", "script-src-elem"]
 
 
+@pytest.mark.nightly
 def test_hostile_names_and_reasons_stay_text(open_page: Open) -> None:
     replica = ReplicaLive(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, Progress(HOSTILE, 1, 2))
     gpu = GpuReading(0, HOSTILE, HOSTILE, throttle=(HOSTILE,))
@@ -181,6 +184,7 @@ def test_hostile_names_and_reasons_stay_text(open_page: Open) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
+@pytest.mark.nightly
 def test_key_is_asked_for_kept_in_the_tab_and_not_in_the_address(open_page: Open) -> None:
     with PageServer(playing(samples.snapshot()), key="right") as server:
         page = open_page(server.url, may_complain=True)  # Chromium logs each 401
@@ -202,6 +206,7 @@ def test_key_is_asked_for_kept_in_the_tab_and_not_in_the_address(open_page: Open
         expect(other.locator("#metrics-text")).to_have_text("penstock_replicas_ready 3\n")
 
 
+@pytest.mark.nightly
 def test_hidden_page_closes_its_stream(open_page: Open) -> None:
     with PageServer(playing(samples.snapshot())) as server:
         page = open_page(server.url)
@@ -218,6 +223,7 @@ def test_hidden_page_closes_its_stream(open_page: Open) -> None:
         assert server.n_asked == 2
 
 
+@pytest.mark.nightly
 def test_lost_connection_is_said_and_tried_again(open_page: Open) -> None:
     with PageServer(playing(samples.snapshot())) as server:
         page = open_page(server.url, may_complain=True, has_clock=True)
@@ -251,6 +257,7 @@ def test_proxy_that_holds_streams_back_is_polled(open_page: Open) -> None:
         assert server.n_asked == 1
 
 
+@pytest.mark.nightly
 def test_many_replicas_are_sorted_and_filtered_by_keyboard(open_page: Open) -> None:
     with PageServer(playing(samples.many())) as server:
         page = open_page(server.url)
@@ -276,6 +283,7 @@ def test_many_replicas_are_sorted_and_filtered_by_keyboard(open_page: Open) -> N
         expect(page.get_by_role("dialog")).to_be_hidden()
 
 
+@pytest.mark.nightly
 def test_phone_shows_all_without_scrolling_sideways(open_page: Open) -> None:
     with PageServer(playing(samples.many(n=12))) as server:
         page = open_page(server.url, viewport=PHONE, has_touch=True, is_mobile=True)
@@ -285,6 +293,7 @@ def test_phone_shows_all_without_scrolling_sideways(open_page: Open) -> None:
         check_accessibility(page)
 
 
+@pytest.mark.nightly
 def test_a_day_of_snapshots_takes_the_memory_of_an_hour(open_page: Open) -> None:
     n, step_s = 2000, 40.0
 

@@ -68,6 +68,7 @@ def starter(tmp_path: Path) -> Iterator[Starter]:
     processes.end(starter.started, 0.0)
 
 
+@pytest.mark.nightly
 def test_a_started_process_is_marked_and_found_by_run_and_replica(starter: Starter) -> None:
     process = starter.start()
     (marked,) = processes.find_marked(starter.run)
@@ -92,6 +93,7 @@ def test_a_process_is_ended_once_or_twice_but_never_by_its_pid_alone(starter: St
         assert not processes.is_alive(process)
 
 
+@pytest.mark.nightly
 def test_one_that_ignores_the_polite_end_is_killed(starter: Starter) -> None:
     process = starter.start(STUBBORN)
     processes.signal_process(process, signal.SIGTERM)
@@ -100,6 +102,7 @@ def test_one_that_ignores_the_polite_end_is_killed(starter: Starter) -> None:
     assert not psutil.pid_exists(process.pid)
 
 
+@pytest.mark.nightly
 def test_a_sweep_ends_one_replica_and_spares_the_others(starter: Starter) -> None:
     zero, one = starter.start(STUBBORN, "0"), starter.start(STUBBORN, "1")
     assert [found.pid for found in processes.sweep(starter.run, "0")] == [zero.pid]
@@ -128,6 +131,7 @@ def test_a_sweep_unlinks_the_shared_memory_of_what_it_kills_and_no_file_of_the_u
             path.unlink(missing_ok=True)
 
 
+@pytest.mark.nightly
 def test_a_process_whose_threads_still_end_is_alive_although_it_is_a_zombie(starter: Starter) -> None:
     """So is a killed engine that still gives the memory of its GPUs back."""
     process = starter.start(LEADER_ENDS)

@@ -83,6 +83,7 @@ def check_pages_and_export(folder: Path) -> None:
     assert key.stat().st_mode & 0o077 == 0 and "prometheus.yml" in (folder / "README.md").read_text()
 
 
+@pytest.mark.nightly
 def test_without_the_program_the_deployment_serves_and_says_so(
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -98,6 +99,7 @@ def test_without_the_program_the_deployment_serves_and_says_so(
     assert "prometheus absent" in call("events").out
 
 
+@pytest.mark.nightly
 def test_a_port_that_is_taken_is_refused_before_anything_starts(place: Place) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", free_port("127.0.0.1")))

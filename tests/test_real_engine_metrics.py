@@ -22,6 +22,7 @@ def page_of(url: str) -> str:
         return str(answer.read().decode())
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_prometheus_reads_the_engines_of_three_replicas_and_one_that_is_gone() -> None:
     with contextlib.ExitStack() as stack:

@@ -226,6 +226,7 @@ def test_greedy_answers_are_the_reference_texts(live: Live) -> None:
     assert not wrong
 
 
+@pytest.mark.nightly
 def test_a_streamed_answer_is_the_same_text_in_pieces(live: Live) -> None:
     river = next(row for row in DEMO_PROMPTS if "river" in row.prompt)
     messages = [{"role": "user", "content": river.prompt}]
@@ -239,6 +240,7 @@ def test_a_streamed_answer_is_the_same_text_in_pieces(live: Live) -> None:
     assert reply.replica == "0"
 
 
+@pytest.mark.nightly
 def test_a_repeated_prompt_is_counted_as_cached_and_the_row_of_its_model_says_how_long_one_may_be(live: Live) -> None:
     prompt = "What is penstock? " * 40  # vLLM without a GPU caches blocks of 128 tokens
     first, second = (live.client.complete(prompt, max_tokens=1) for _ in range(2))
@@ -252,6 +254,7 @@ def test_the_openai_client_works(live: Live) -> None:
     check_openai_client(live)
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_answered_is_refused_in_openai_shape(live: Live) -> None:
     for call, expected in (
         (lambda: live.openai.embeddings.create(model=live.name, input="x"), (400, 404, 501)),
@@ -266,6 +269,7 @@ def test_what_cannot_be_answered_is_refused_in_openai_shape(live: Live) -> None:
             raise AssertionError("it was not refused")
 
 
+@pytest.mark.nightly
 def test_a_json_schema_reaches_the_engine(live: Live) -> None:
     schema = {
         "type": "object",
@@ -283,12 +287,14 @@ def test_a_json_schema_reaches_the_engine(live: Live) -> None:
     assert json.loads(answer.choices[0].message.content or "") in ({"city": "Seoul"}, {"city": "Paris"})
 
 
+@pytest.mark.nightly
 def test_chat_prints_one_answer(live: Live) -> None:
     done = live.command("chat", live.name, "-m", "What is the capital of South Korea?")
     assert done.returncode == 0, done.stderr
     assert "Seoul" in done.stdout
 
 
+@pytest.mark.nightly
 def test_a_load_test_measures_it(live: Live, tmp_path: Path) -> None:
     words = "--requests 12 --concurrency 3 --input-tokens 8 --output-tokens 8 --json --out"
     done = live.command("bench", "serve", live.name, *words.split(), str(tmp_path / "out"))
@@ -361,6 +367,7 @@ def test_the_span_of_vllm_hangs_below_that_of_the_gateway(live: Live, collector:
     assert (ours.name, theirs.parent_id) == (f"text_completion {live.name}", ours.span_id)
 
 
+@pytest.mark.nightly
 @pytest.mark.vllm
 @pytest.mark.parametrize("live", ENGINES[1:], indirect=True)
 def test_promised_latencies_are_bounds_of_the_histograms_of_vllm(live: Live) -> None:
@@ -369,6 +376,7 @@ def test_promised_latencies_are_bounds_of_the_histograms_of_vllm(live: Live) -> 
     assert {("inter_token_latency", "0.002"), ("time_to_first_token", "30.0")} <= set(bounds)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("live", "role", "part"),
     [
@@ -382,12 +390,14 @@ def test_a_killed_part_comes_back(live: Live, role: str, part: str) -> None:
     check_killed(live, role, part)
 
 
+@pytest.mark.nightly
 @pytest.mark.vllm
 @pytest.mark.parametrize("live", ENGINES[1:], indirect=True)
 def test_a_killed_engine_core_takes_the_engine_with_it_and_comes_back(live: Live) -> None:
     check_killed(live, "EngineCore", "replica")
 
 
+@pytest.mark.nightly
 @pytest.mark.llamacpp
 @pytest.mark.parametrize("live", ENGINES[:1], indirect=True)
 def test_a_second_replica_serves_and_goes_again(live: Live) -> None:
@@ -398,6 +408,7 @@ def test_a_second_replica_serves_and_goes_again(live: Live) -> None:
     check_openai_client(live)
 
 
+@pytest.mark.nightly
 @pytest.mark.vllm
 def test_vllm_that_refuses_its_settings_says_why() -> None:
     """A start that cannot work: exit code 1, our reading, vLLM's last lines, and nothing left."""

@@ -68,6 +68,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         assert processes.sweep(str(rig.run)) == [], "nothing is left of the node"
 
 
+@pytest.mark.nightly
 def test_an_order_puts_it_to_sleep_and_a_request_at_the_gateway_wakes_it(running: Running) -> None:
     rig, expected = running.rig, answer(running.rig.client)
     for _ in range(2):
@@ -83,6 +84,7 @@ def test_an_order_puts_it_to_sleep_and_a_request_at_the_gateway_wakes_it(running
     assert {"sleep_s", "wake_s"} <= told.measured.keys()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_request_that_comes_in_its_sleep_waits_in_the_engine_and_is_answered(running: Running, level: int) -> None:
     expected = answer(running.client)
@@ -101,6 +103,7 @@ def test_a_request_that_comes_in_its_sleep_waits_in_the_engine_and_is_answered(r
     assert answers == [expected]
 
 
+@pytest.mark.nightly
 def test_it_falls_asleep_when_what_runs_has_ended(running: Running) -> None:
     replies: list[int | None] = []
 
@@ -117,6 +120,7 @@ def test_it_falls_asleep_when_what_runs_has_ended(running: Running) -> None:
     running.node.make(VLLM.wake_calls(1))
 
 
+@pytest.mark.nightly
 def test_all_routes_of_the_development_mode_need_the_key(running: Running) -> None:
     calls = [*VLLM.sleep_calls(1), *VLLM.wake_calls(1), *VLLM.wake_calls(2)]
     for call in calls:

@@ -110,6 +110,7 @@ def test_a_verb_puts_it_to_sleep_a_request_wakes_it_and_a_verb_wakes_it(place: P
     place.assert_nothing_left()
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_an_engine_that_dies_as_it_falls_asleep_ends_the_wait_of_the_verb(place: Place) -> None:
     run = place.up(place.write("one", args={"sleep-s": 20}, engine=BY_VERB))
@@ -122,6 +123,7 @@ def test_an_engine_that_dies_as_it_falls_asleep_ends_the_wait_of_the_verb(place:
     wait_ready(run)
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_it_sleeps_by_itself_and_at_level_2_loads_its_weights_again(place: Place) -> None:
     run = place.up(place.write("one", engine={"sleep": {"after_s": 1, "level": 2}}))
@@ -146,6 +148,7 @@ def test_a_stream_hears_that_its_replica_wakes(place: Place) -> None:
     assert stages[-1] == "prompt"
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_requests_in_the_moment_of_falling_asleep_are_all_answered(place: Place) -> None:
     """One client asks every 0.3 s, and the engine wants to sleep whenever it is idle for a second or is told to."""
@@ -173,6 +176,7 @@ def test_requests_in_the_moment_of_falling_asleep_are_all_answered(place: Place)
     assert errors == []
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_it_never_sleeps_while_a_request_runs(place: Place) -> None:
     run = place.up(place.write("one", args={"tokens-per-s": 20}, engine={"sleep": {"after_s": 1}}))
@@ -188,6 +192,7 @@ def test_it_never_sleeps_while_a_request_runs(place: Place) -> None:
     wait_until(lambda: sleeping(run), "asleep after the stream")
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.parametrize("part", ["engine", "node", "gateway", "controller"])
 def test_a_killed_part_of_a_sleeping_deployment_comes_back_and_a_request_is_answered(place: Place, part: str) -> None:
@@ -203,6 +208,7 @@ def test_a_killed_part_of_a_sleeping_deployment_comes_back_and_a_request_is_answ
     ask(run)
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.parametrize("part", ["engine", "node"])
 def test_what_is_killed_while_it_wakes_is_started_again_and_the_held_request_is_answered(
@@ -218,6 +224,7 @@ def test_what_is_killed_while_it_wakes_is_started_again_and_the_held_request_is_
     place.assert_nothing_left()
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_an_engine_that_cannot_be_woken_is_started_again(place: Place) -> None:
     run = place.up(place.write("one", args={"refuse-wake": True}, engine=BY_VERB))
@@ -230,6 +237,7 @@ def test_an_engine_that_cannot_be_woken_is_started_again(place: Place) -> None:
     assert "does not sleep: its engine was lost in the last attempt (it could not be woken" in again.err
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_an_engine_that_refuses_to_sleep_stays_ready_and_says_so(place: Place) -> None:
     closed = {"env": {"VLLM_SERVER_DEV_MODE": "0"}}
@@ -242,6 +250,7 @@ def test_an_engine_that_refuses_to_sleep_stays_ready_and_says_so(place: Place) -
     assert engine_pid(run) == engine
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_down_ends_one_that_wakes(place: Place) -> None:
     run = place.up(place.write("one", args={"wake-s": 30}, engine=BY_VERB))
@@ -252,6 +261,7 @@ def test_down_ends_one_that_wakes(place: Place) -> None:
     place.assert_nothing_left()
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_one_of_two_wakes_for_a_request_and_workers_tell_each_other(place: Place) -> None:
     run = place.up(place.write("one", replicas=2, engine=BY_VERB, gateway={"workers": 2}))
@@ -261,6 +271,7 @@ def test_one_of_two_wakes_for_a_request_and_workers_tell_each_other(place: Place
     wait_until(lambda: {row.state for row in now(run).replicas} == {"ready", "sleeping"}, "one is awake")
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_the_routes_of_the_development_mode_need_the_key_and_no_client_reaches_them(place: Place) -> None:
     run = place.up(place.write("one", engine=BY_VERB))
@@ -279,6 +290,7 @@ def test_the_routes_of_the_development_mode_need_the_key_and_no_client_reaches_t
         assert refused.value.status == status
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_without_the_block_nothing_sleeps(place: Place, tmp_path: Path) -> None:
     place.up(place.write("one"))

@@ -65,6 +65,7 @@ print(json.dumps(msgspec.to_builtins(found)))
 """
 
 
+@pytest.mark.nightly
 def test_a_full_queue_is_told_in_words_by_a_survey_too_and_left_by_itself(desk: Desk) -> None:
     two = desk.write("two", hardware={"nodes": 2})
     rows = json.loads(desk.python(SURVEY, two, "60"))
@@ -195,6 +196,7 @@ def test_a_slurmctld_that_is_away_loses_nothing(desk: Desk) -> None:
     assert desk.slurm.job(job)["JobState"] == "COMPLETED", "it ended by itself, and was not cancelled"
 
 
+@pytest.mark.nightly
 def test_what_the_cluster_does_not_have_is_refused_before_anything_is_sent(desk: Desk) -> None:
     def refused(**block: object) -> str:
         code, _, err = desk.ask("up", desk.write(slurm=block))

@@ -66,6 +66,7 @@ def test_hosts_keys_and_pythons_that_cannot_be_used(place: Place, hosts: Hosts) 
     check_refused(place, hosts, f'model: {model} is not on "node1"', 'is not on "node2"', model=str(model))
 
 
+@pytest.mark.nightly
 def test_a_folder_that_is_full_or_cannot_be_written(
     place: Place, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -233,6 +233,7 @@ def test_a_replica_over_two_hosts_comes_back_after_a_power_loss(place: Place, ho
     ask(run)
 
 
+@pytest.mark.nightly
 def test_a_laptop_that_reaches_the_hosts_by_a_jump_alone(place: Place, hosts: Hosts) -> None:
     hosts.cut_direct()
     for host in hosts:  # a model that the laptop has not

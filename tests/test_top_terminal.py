@@ -122,6 +122,7 @@ def test_a_terminal_shows_what_keys_ask_for_and_is_restored(home: Path) -> None:
         screen.check_ended(0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["INT", "TERM", "HUP"]
 )
@@ -133,6 +134,7 @@ def test_a_signal_leaves_the_terminal_as_it_was(home: Path, number: signal.Signa
         screen.check_ended(code)
 
 
+@pytest.mark.nightly
 def test_a_dumb_terminal_gets_it_once(home: Path) -> None:
     run_folder(deployment(name="one"))
     screen = Screen(home, TERM="dumb")

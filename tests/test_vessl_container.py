@@ -69,6 +69,7 @@ def served() -> Iterator[tuple[Recorder, str]]:
     server.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_calls_reach_the_holder_with_the_token_and_wrong_ones_are_refused(served: tuple[Recorder, str]) -> None:
     recorder, url = served

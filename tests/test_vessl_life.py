@@ -92,6 +92,7 @@ def test_a_file_becomes_a_run_that_answers_is_changed_and_ends_without_a_trace(p
     assert call("status", "one").out.startswith("one is down")
 
 
+@pytest.mark.nightly
 def test_another_machine_finds_the_run_shows_it_and_ends_it(
     place: Rented, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
