@@ -32,7 +32,6 @@ from penstock.gateway.routing import replicas
 from penstock.gateway.routing.replicas import SILENT_S
 from penstock.gateway.routing.static_upstreams import PROBE_TIMEOUT_S
 from penstock.gateway.waiting_streams import KEEP_ALIVE
-from penstock.spec.gateway import QueueBounds
 from penstock.wire.http1 import END, ResponseHead
 from penstock.wire.waiting import Waiting, write_comment
 
@@ -267,14 +266,6 @@ async def test_requests_beyond_the_replicas_limit_wait_in_the_gateway() -> None:
         for other, body in zip(waiting, bodies, strict=True):
             assert (await other.response())[1] == body
         assert [seen.body for seen in engine.seen[1:]] == bodies[::-1]
-
-
-async def test_full_queue_gives_429() -> None:
-    async with Rig(queue=QueueBounds(body_bytes=len(CHAT) - 1)) as rig:
-        client = await rig.client()
-        head, body, _ = await client.post(CHAT).response()
-        assert (head.status, json.loads(body)["error"]["code"]) == (429, "queue_full")
-        assert head.get(b"retry-after") is not None
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

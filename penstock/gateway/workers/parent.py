@@ -18,7 +18,6 @@ import selectors
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -33,6 +32,7 @@ from penstock.gateway.service import Gateway, Sockets, open_sockets
 from penstock.gateway.workers.link import WorkerSlot
 from penstock.gateway.workers.messages import AdminCall, Frames, Report, Reports, frame
 from penstock.wire.structs import prepare_loaded
+from penstock.world import REAL, World
 
 # A worker that ends at once, again and again, must not keep a core busy.
 RESTART_S = 0.5
@@ -165,7 +165,8 @@ class _Kept(NamedTuple):
 class _Parent:
     """Starts the workers, replaces those that end or hang, and ends them."""
 
-    def __init__(self, config: GatewayConfig, token: str, sockets: Sockets) -> None:
+    def __init__(self, config: GatewayConfig, token: str, sockets: Sockets, world: World = REAL) -> None:
+        self._now = world.now
         self._config, self._token, self._sockets = config, token, sockets
         self._public, self._admin = Share(config.workers), Share(config.workers)
         self._selector = selectors.PollSelector()  # no file of its own that a child would inherit
@@ -179,7 +180,7 @@ class _Parent:
         self._numbers = itertools.count(1)
         self._calls: dict[tuple[str, str], _Kept] = {}  # by replica and kind
         self._n_signals = 0
-        self._began_at = time.monotonic()
+        self._began_at = self._now()
 
     def run(self) -> None:
         self._catch_signals()
@@ -201,7 +202,7 @@ class _Parent:
 
     def _turn(self) -> None:
         """Waits for news of the workers, a moment at most, and does what they ask."""
-        began_at = time.monotonic()
+        began_at = self._now()
         for key, _ in self._selector.select(TICK_S):
             if key.data is None:
                 numbers = self._wake_reader.recv(4096)
@@ -209,7 +210,7 @@ class _Parent:
             else:
                 self._read(key.data)
                 self._write(key.data)
-        now = time.monotonic()
+        now = self._now()
         if now - began_at > TICK_S + HANG_S / 2:
             # This process did not run for a while, so perhaps the workers did not either (Ctrl-Z).
             for worker in self._workers.values():
@@ -223,13 +224,13 @@ class _Parent:
     # Workers come and go.
 
     def _start_due(self) -> None:
-        for slot in [slot for slot, due in self._due.items() if due <= time.monotonic()]:
+        for slot in [slot for slot, due in self._due.items() if due <= self._now()]:
             del self._due[slot]
             self._start(slot)
 
     def _start(self, slot: int) -> None:
         ours, theirs = socket.socketpair()
-        now = time.monotonic()
+        now = self._now()
         calls = tuple(self._calls_that_hold())
         # A signal between the fork and the child's own handlers waits.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -265,7 +266,7 @@ class _Parent:
             os._exit(code)
 
     def _kill_hung(self) -> None:
-        now = time.monotonic()
+        now = self._now()
         for worker in self._workers.values():
             since = worker.reported_at or worker.started_at + START_S - HANG_S
             if now - since > HANG_S or len(worker.unsent) > MAX_UNSENT_BYTES:
@@ -286,7 +287,7 @@ class _Parent:
                 gathering.missing.discard(slot)
             if self._n_signals:
                 continue
-            now = time.monotonic()
+            now = self._now()
             lived_s = now - worker.started_at
             self._delay_s[slot] = RESTART_S if lived_s > RESTART_S_MAX else min(self._delay_s[slot] * 2, RESTART_S_MAX)
             pause_s = self._delay_s[slot] - RESTART_S
@@ -299,8 +300,8 @@ class _Parent:
         self._sockets.close()
         for worker in self._workers.values():
             os.kill(worker.pid, signal.SIGTERM)
-        deadline = time.monotonic() + self._config.drain_s + EXTRA_S
-        while self._workers and self._n_signals < 2 and time.monotonic() < deadline:
+        deadline = self._now() + self._config.drain_s + EXTRA_S
+        while self._workers and self._n_signals < 2 and self._now() < deadline:
             self._turn()
         for worker in self._workers.values():
             os.kill(worker.pid, signal.SIGKILL)
@@ -321,7 +322,7 @@ class _Parent:
                         self._pass_on(worker, message)
 
     def _take_report(self, worker: _Worker, report: Report) -> None:
-        worker.reported_at = time.monotonic()
+        worker.reported_at = self._now()
         self._reports[worker.slot] = report.content
         self._ended.discard(worker.slot)
         if report.number in self._gatherings:
@@ -334,7 +335,7 @@ class _Parent:
             number = next(self._numbers)
             # One that starts has nothing to report; it was given every call that holds.
             missing = {worker.slot for worker in others if worker.reported_at is not None}
-            until = time.monotonic() + CALL_S
+            until = self._now() + CALL_S
             self._gatherings[number] = _Gathering(asker, call.number, missing, until)
         self._keep(call)
         for worker in others:
@@ -347,7 +348,7 @@ class _Parent:
             return
         if call.path not in _KINDS and call.path != _FORGET:
             return
-        named, now = msgspec.json.decode(call.body, type=_Named), time.monotonic()
+        named, now = msgspec.json.decode(call.body, type=_Named), self._now()
         state, drain = (named.replica, "state"), (named.replica, "drain")
         before = self._calls.get(state)
         if call.path == _ANNOUNCE and before is not None:
@@ -363,7 +364,7 @@ class _Parent:
             self._calls[named.replica, _KINDS[call.path]] = kept
 
     def _calls_that_hold(self) -> Iterator[tuple[bytes, bytes]]:
-        now = time.monotonic()
+        now = self._now()
         for (replica, _), kept in self._calls.items():
             state = self._calls.get((replica, "state"))
             has_left = kept.path == _LEAVE and state is not None and state.until < now
