@@ -128,6 +128,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, group in groups.items():
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(group))
+            _write_group(item, group)
+
+
+def _write_group(item: pytest.Item, group: str) -> None:
+    """xdist 3.8 groups tests by "@GROUP" at the end of their ids, and writes it where pytest 9.2 does not read it any
+    more: each worker process then had a Slurm and a Ray of its own."""
+    identity = getattr(item, "_id", None)
+    if identity is not None and item.config.getoption("loadgroup", False):
+        item._id = type(identity).parse(f"{item.nodeid}@{group}")
 
 
 def worker_group(item: pytest.Item) -> str | None:
