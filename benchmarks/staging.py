@@ -100,7 +100,7 @@ def measure(hosts: Hosts, options: argparse.Namespace, n_nodes: int) -> Measured
             assert not failed, failed
             return sum(row.announcement.state == "ready" for row in rows) == n_nodes
 
-        rig.until(are_ready, "all are ready", 600.0)
+        rig.until(are_ready, "all are ready")
         seconds = time.monotonic() - began
         sent = sent_bytes(giver) - before
         rig.stop()

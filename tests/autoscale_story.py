@@ -9,7 +9,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from launching import Asking, ask, call, now, wait_until
+from launching import Asking, ask, call, now
+from waiting import until
 
 from penstock.run_folder import Run
 
@@ -31,17 +32,17 @@ def number_of(run: Run) -> tuple[int, int]:
 def live(run: Run, key: str | None = None, timeout_s: float = 60.0, at_two: Callable[[], None] = lambda: None) -> None:
     """From one ready replica to two, to none, and back to one. `at_two` is called while the second one is placed."""
     streams = [Asking(run.url, N_TOKENS, key=key) for _ in range(4)]
-    wait_until(lambda: number_of(run) == (2, 2), "requests wait: another replica is placed", timeout_s)
+    until(lambda: number_of(run) == (2, 2), "requests wait: another replica is placed")
     at_two()
     for stream in streams:
         stream.check_is_whole()
     try:
-        wait_until(lambda: number_of(run) == (0, 0), "nobody asks: all replicas end", 2 * timeout_s)
+        until(lambda: number_of(run) == (0, 0), "nobody asks: all replicas end")
     except AssertionError as exc:
         raise AssertionError(f"{exc}: {now(run)}, {decisions_of(run)}") from exc
     ask(run, key=key)
     # What a controller in a cluster noted reaches this machine a moment later.
-    wait_until(lambda: any(row["from"] == 0 for row in decisions_of(run)), "the log has the wake")
+    until(lambda: any(row["from"] == 0 for row in decisions_of(run)), "the log has the wake")
     check_log(decisions_of(run))
 
 

@@ -22,13 +22,16 @@ from typing import Any
 import pytest
 from hosts import Host, Hosts
 from hosts_fixtures import require_hosts
-from launching import HANG_S, Place, a_place, call, wait_until
+from launching import HANG_S, Place, a_place, call
+from place_stubs import Clock, client_of
+from waiting import until
 
 from penstock import targets
 from penstock.deployment import observe
 from penstock.run_folder import Run
+from penstock.targets import waiting
 from penstock.targets.cloudera import api
-from penstock.testing.fake_workbench import kernel
+from penstock.testing.fake_workbench import kernel, workloads
 from penstock.testing.fake_workbench.server import PROJECT, Workbench
 from penstock.testing.fake_workbench.workloads import APP_PORT, READONLY_PORT
 
@@ -230,13 +233,21 @@ def left(workbench: Workbench) -> list[str]:
 
 @pytest.fixture
 def podless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workbench]:
-    """A workbench on loopback without pods; the key is set."""
+    """A workbench without pods, asked in this process; the key is set."""
     place = tmp_path / "project"
     place.mkdir()
-    monkeypatch.setattr(api, "_PAUSE_S", 0.001)
-    with Workbench(NoPods(place), "127.0.0.1", host="127.0.0.1") as made:
-        monkeypatch.setenv("CDSW_APIV2_KEY", made.key)
+    with Workbench(NoPods(place), DOMAIN, listens=False) as made:
+        ask_here(made, monkeypatch, Clock())
         yield made
+
+
+def ask_here(workbench: Workbench, patch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """Our client of the API asks this workbench without a socket; who sleeps moves its workloads on."""
+    clock.on_sleep.append(workbench.workloads.move)
+    for module in (api, waiting, workloads):
+        patch.setattr(module, "time", clock)
+    patch.setattr(api, "Client", client_of(workbench.ask))
+    patch.setenv("CDSW_APIV2_KEY", workbench.key)
 
 
 @pytest.fixture(scope="session")
@@ -274,7 +285,7 @@ def workbench_place(
     ):
         yield place
     forget()
-    wait_until(lambda: left(workbench) == [], f"nothing of ours is left: {left(workbench)}")
+    until(lambda: left(workbench) == [], f"nothing of ours is left: {left(workbench)}")
 
 
 def fresh_targets() -> Callable[[], None]:

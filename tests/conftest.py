@@ -5,7 +5,6 @@ With PENSTOCK_REQUIRE_ALL=1 a skipped test is a failed one: that is what continu
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import importlib
 import importlib.util
@@ -37,20 +36,19 @@ hypothesis.settings.load_profile("unhurried")
 
 # Marker -> the package without which its tests cannot run.
 NEEDS = {"llamacpp": "xllamacpp", "vllm": "vllm"}
-# Rig -> the worker process that runs its tests: there is one Slurm, one Ray and one Kubernetes in a run. Sets of
-# hosts are cheap, so the tests that copy penstock to them (ssh) have a set, and all others another.
+# Rig -> the worker process that runs its tests: a run has one sshd on each host of one set, one Slurm, one Ray and one
+# Kubernetes.
 RIGS = {
     "slurm_on": "slurm",
     "ray_on_two_hosts": "ray",
     "kubernetes_cluster": "kubernetes",
     "pod_hosts": "cloudera",
     "two_hosts": "hosts",
-    "two_hosts_behind_login": "hosts",
 }
 # Modules with the fixtures of rigs.
 FIXTURES = ("hosts_fixtures", "kubernetes_fixtures", "cloudera_rig")
 MODULE_MARKS = re.compile(r"^pytestmark = (.*)$", re.MULTILINE)
-LONGEST_FIRST = ("ssh", "vllm", "slurm", "kubernetes", "ray", "hosts", "llamacpp", "postgres")
+LONGEST_FIRST = ("vllm", "slurm", "hosts", "kubernetes", "ray", "llamacpp", "postgres")
 
 ReportT = TypeVar("ReportT", pytest.TestReport, pytest.CollectReport)
 
@@ -71,20 +69,24 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs an `async def` test on the event loop of its `loop_factory`; without one, on asyncio's."""
+    """Runs an `async def` test on a virtual loop, or on the real one of its `loop_factory`."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     import gateway_rig
+    import virtual_loop
 
     given: dict[str, Any] = pyfuncitem.funcargs
     arguments = {name: given[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    gateway_rig.run(given.get("loop_factory", asyncio.new_event_loop), pyfuncitem.obj(**arguments))
+    if "loop_factory" in given:
+        gateway_rig.run(given["loop_factory"], pyfuncitem.obj(**arguments))
+    else:
+        virtual_loop.run(pyfuncitem.obj(**arguments))
     return True
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
 def loop_factory(request: pytest.FixtureRequest) -> object:
-    """Each event loop that the gateway runs on; for `async def` tests, which need not name it."""
+    """Each real event loop that the gateway runs on."""
     return importlib.import_module(request.param).new_event_loop
 
 
@@ -119,8 +121,6 @@ def pytest_configure(config: pytest.Config) -> None:
     quick_tier.WATCH.install()
     for name in FIXTURES:
         config.pluginmanager.import_plugin(name)
-    # Collection makes half a million objects that stay: a collector that visits them costs a fifth of the time.
-    gc.disable()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -143,10 +143,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if any(is_without(config, name) for name in names) else None
 
 
-def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collection makes half a million objects that stay: a collector of garbage need not visit them again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -163,8 +169,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def worker_group(item: pytest.Item) -> str | None:
     rigs = [RIGS[name] for name in getattr(item, "fixturenames", ()) if name in RIGS]
-    if rigs == ["hosts"] and item.path.stem.startswith(("test_ssh", "test_many")):
-        return "ssh"
     if rigs or item.get_closest_marker("hosts"):
         return rigs[0] if rigs else "hosts"
     # A module's tests on one engine follow each other, so that it is started once.

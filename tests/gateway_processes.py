@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import waiting
 
 FAKE = """
 import http.server
@@ -50,16 +51,13 @@ def running(argv: list[str]) -> Iterator[subprocess.Popen[str]]:
 def ask(url: str, body: object = None, token: str | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
-    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as answer:
+    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=waiting.left_s()) as answer:
         return json.loads(answer.read())
 
 
 def until(condition: Callable[[], bool]) -> None:
-    for _ in range(6000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("not within 60 s")
+    code = condition.__code__
+    waiting.until(condition, f"what {Path(code.co_filename).name}:{code.co_firstlineno} waits for")
 
 
 def children(pid: int) -> list[int]:

@@ -1,19 +1,22 @@
-"""What the gateway's tests share: a gateway, scripted engines and clients, on loopback sockets in one event loop."""
+"""What the gateway's tests share: a gateway, scripted engines and clients in one event loop.
+
+On a virtual loop (conftest) their connections are in memory; on a real one they are loopback sockets.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
-import uvloop
+import waiting
+from virtual_loop import VirtualLoop, advance
 
 from penstock.gateway.config import GatewayConfig, ServedModel
-from penstock.gateway.service import Gateway
+from penstock.gateway.service import Gateway, Sockets
 from penstock.wire.http1 import END, Reader, ResponseHead, parse_request, parse_response
 
 TOKEN = "admin-token"
@@ -25,17 +28,14 @@ STREAM = b'{"model": "demo", "stream": true}'
 DONE = EVENTS[2]
 ENGINE_DOWN = "the engine closed the connection"
 
-factories = pytest.mark.parametrize(
-    "loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
-)
-# For files of `async def` tests: each runs on both loops (conftest).
-both_loops = pytest.mark.usefixtures("loop_factory")
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
-def run(loop_factory: LoopFactory, test: Awaitable[None]) -> None:
+def run(loop_factory: LoopFactory, test: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine on a real loop."""
+
     async def bounded() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(waiting.left_s()):
             await test
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -67,7 +67,7 @@ class Engine:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self.server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, reuse_address=True)
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         self.port = self.server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
@@ -179,10 +179,10 @@ class Client:
         """Head, body, and whether the body was whole."""
         head = await self.event()
         assert isinstance(head, ResponseHead)
-        body = b""
+        pieces = []
         while (event := await self.event()) not in (END, None):
-            body += event
-        return head, body, event is END
+            pieces.append(event)
+        return head, b"".join(pieces), event is END
 
     async def error(self) -> tuple[int, dict[str, Any]]:
         head, body, _ = await self.response()
@@ -214,7 +214,12 @@ class Rig:
             "hold_s": 5.0,
             "drain_s": 0.0,
         }
-        self.gateway = Gateway(GatewayConfig(**(facts | changes)), TOKEN)
+        config, loop = GatewayConfig(**(facts | changes)), asyncio.get_running_loop()
+        if isinstance(loop, VirtualLoop):
+            sockets = Sockets(loop.listen(), loop.listen(), None)
+            self.gateway = Gateway(config, TOKEN, sockets, world=loop.world)
+        else:
+            self.gateway = Gateway(config, TOKEN)
         self._engines: list[Engine] = []
         self._clients: list[Client] = []
         self._is_stopped = False
@@ -264,7 +269,7 @@ class Rig:
         return head.status, json.loads(data)
 
     async def announce(self, name: str, url: str | None, state: str = "ready", **more: Any) -> Any:
-        body = {"replica": name, "model": "demo", "state": state, "lease_s": 30, "url": url} | more
+        body = {"replica": name, "model": "demo", "state": state, "lease_s": 3600, "url": url} | more
         return await self.admin("/admin/announce", body)
 
     async def view(self) -> Any:
@@ -272,8 +277,10 @@ class Rig:
 
     async def until(self, condition: Callable[[Any], bool]) -> None:
         """Asks /admin/replicas until it shows what is waited for."""
+        pause_s = 0.001
         while not condition(await self.view()):
-            await asyncio.sleep(0.001)
+            await advance(pause_s)
+            pause_s = min(2 * pause_s, 0.1)
 
 
 @contextlib.asynccontextmanager

@@ -11,7 +11,8 @@ everywhere are the repository, the Python that runs the tests, and `hosts.shared
 
     without login:  this process (10.77.S.1) -- bridge -- node1 (10.77.S.11), node2 (10.77.S.12) ...
     with login:     this process (10.78.S.1) -- login (10.78.S.2, 10.77.S.1) -- bridge -- node1, node2 ...
-                    and this process, a laptop, cannot reach the nodes except through login.
+                    and this process, a laptop, cannot reach the nodes except through login, unless `direct` adds a
+                    cable from it (10.77.S.2) to the bridge; `cut_direct` pulls it.
 
 S is a slot that one set of hosts holds by a file lock, so that several test sessions can run at the same time.
 
@@ -33,7 +34,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,9 +43,9 @@ from typing import Any
 from hosts_files import INIT, SSH_CONFIG, SSHD_CONFIG
 from hosts_janitor import bury, note, note_pid
 from hosts_slots import SLOTS, take_slot
+from waiting import end, left_s, until
 
 ROOT = Path(__file__).resolve().parent.parent
-START_S = 60.0
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PROGRAMS = ("ip", "unshare", "nsenter", "sshd", "ssh", "ssh-keygen", "bash")
 UNSHARE = ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -79,10 +79,8 @@ class Inside(subprocess.Popen[str]):
     """A process on a host: signals reach it, not the nsenter in front of it, which then ends in the same way."""
 
     def send_signal(self, sig: int) -> None:
-        deadline = time.monotonic() + 1.0
-        while not (inner := _children(self.pid)) and self.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.005)
-        for pid in inner:
+        until(lambda: _children(self.pid) or self.poll() is not None, "the process is on its host")
+        for pid in _children(self.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, sig)
 
@@ -133,7 +131,7 @@ class Host:
         *,
         env: Mapping[str, str] | None = None,
         check: bool = True,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
         stdin: str = "",
         cwd: str = "/root",
     ) -> subprocess.CompletedProcess[str]:
@@ -149,7 +147,7 @@ class Host:
 
     def _serve(self, words: Sequence[str]) -> None:
         with self.log("services").open("a") as log:
-            self.popen(["setsid", "--fork", *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log).wait(START_S)
+            self.popen(["setsid", "--fork", *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log).wait(left_s())
 
     def processes(self) -> list[HostProcess]:
         """All that run on this host, pid 1 included."""
@@ -171,7 +169,7 @@ class Host:
         self.hosts._unplug(self)
         os.kill(self.pid, signal.SIGKILL)
         assert self._unshare is not None
-        self._unshare.wait(START_S)
+        end(self._unshare)
         self._unshare = self._pid = None
 
     def start(self) -> None:
@@ -210,11 +208,8 @@ class Host:
             self._serve(words)
 
     def _wait(self, is_so: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + START_S
-        while not is_so():
-            if not self.is_on or time.monotonic() > deadline:
-                raise AssertionError(f"{self.name} did not manage {what}: {self.log('init').read_text('utf-8')}")
-            time.sleep(0.005)
+        until(lambda: is_so() or not self.is_on, f"{self.name} {what}")
+        assert self.is_on, f"{self.name} did not manage {what}: {self.log('init').read_text('utf-8')}"
 
     def listens(self, port: int) -> bool:
         """Whether a process on this host accepts TCP on the port."""
@@ -226,7 +221,7 @@ class Host:
 class Hosts:
     """`count` hosts named node1, node2 ..., with `login` one more. Started by the constructor, ended by close()."""
 
-    def __init__(self, count: int, *, login: bool = False, shared_home: bool = False) -> None:
+    def __init__(self, count: int, *, login: bool = False, direct: bool = False, shared_home: bool = False) -> None:
         """`shared_home`: root has one home on all hosts, as users of clusters do."""
         reason = missing()
         assert reason is None, reason
@@ -234,16 +229,16 @@ class Hosts:
         self.base = Path(tempfile.mkdtemp(prefix="penstock-hosts-", dir="/tmp"))
         self.base.chmod(0o755)
         self.shared = self.base / "shared"
-        self.ssh_config = self.base / "keys" / "ssh_config"
+        self.ssh_config, self.jump_config = (self.base / "keys" / name for name in ("ssh_config", "jump_config"))
         python = [Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable).resolve().parent.parent]
         self.kept = sorted({ROOT, *python, self.base}, key=lambda path: len(path.parts))
         net = f"10.77.{self.slot}"
         self._hosts = {f"node{i}": Host(self, f"node{i}", f"{net}.{10 + i}") for i in range(1, count + 1)}
-        self._has_login, self._shared_home = login, shared_home
+        self._has_login, self._is_direct, self._shared_home = login, login and direct, shared_home
         self._switch = Host(self, "login" if login else "switch", f"{net}.1")
         # The address of this process: the hosts (with a login: only login) see its connections come from there.
-        self.own_address = f"10.78.{self.slot}.1" if login else f"{net}.1"
-        self._leg = f"ph{self.slot}"
+        self.own_address = f"{net}.2" if self._is_direct else f"10.78.{self.slot}.1" if login else f"{net}.1"
+        self._leg, self._direct_leg = f"ph{self.slot}", f"pd{self.slot}"
         self._lifeline, self._life = os.pipe()
         try:
             self._prepare()
@@ -279,14 +274,12 @@ class Hosts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def ssh(
-        self, name: str, *words: str, check: bool = True, timeout_s: float = 30.0, stdin: str = ""
-    ) -> subprocess.CompletedProcess[str]:
+    def ssh(self, name: str, *words: str, check: bool = True, stdin: str = "") -> subprocess.CompletedProcess[str]:
         """`ssh name words...` from this process; the words are joined to one line for the host's shell."""
         argv = ["ssh", "-F", str(self.ssh_config), name, *words]
         pipe = subprocess.PIPE
         process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-        return _finish(process, argv, "here", stdin, check, timeout_s)
+        return _finish(process, argv, "here", stdin, check, None)
 
     def heal(self) -> None:
         """All on, all connected: what a test may expect to find."""
@@ -294,10 +287,16 @@ class Hosts:
         for host in [self._switch, *self]:
             host.mend()
 
+    def cut_direct(self) -> None:
+        """From now on this process reaches the nodes through login only, until `reset`."""
+        self._ip(f"link set {self._direct_leg} down")
+
     def reset(self) -> None:
         """All nodes as new: powered on, connected, with empty disks and no process but their services; 0.1 s."""
         self._switch.start()
         self._switch.mend()
+        if self._is_direct:
+            self._ip(f"link set {self._direct_leg} up")
         for host in self:
             host.kill()
             shutil.rmtree(self.base / "hosts" / host.name)
@@ -325,11 +324,11 @@ class Hosts:
         os.close(self._lifeline)
         self._life = self._lifeline = -1
         with contextlib.suppress(AttributeError):  # the janitor is the last thing to be prepared
-            self._janitor.wait(30)
+            end(self._janitor)
         bury(self.base)
         for host in [self._switch, *self]:
             if host._unshare is not None:
-                host._unshare.wait(START_S)
+                end(host._unshare)
         os.close(self._lock)
 
     # --- making them
@@ -386,7 +385,7 @@ class Hosts:
             for name in ["user", *(host.name for host in sshed)]
         ]
         for maker in makers:
-            assert maker.wait(START_S) == 0
+            assert end(maker) == 0
         shutil.copy(keys / "user.pub", keys / "authorized_keys")
         outer = {"login": f"10.78.{self.slot}.2"}
         known = ""
@@ -394,12 +393,14 @@ class Hosts:
             names = ",".join(sorted({host.name, host.address, outer.get(host.name, host.address)}))
             known += f"{names} {(keys / f'{host.name}.pub').read_text('utf-8')}"
         (keys / "known_hosts").write_text(known)
-        here = inside = SSH_CONFIG.format(base=self.base)
+        direct = jumping = inside = SSH_CONFIG.format(base=self.base)
         for host in sshed:
-            jump = "  ProxyJump login\n" if self._has_login and host.name != "login" else ""
-            here += f"Host {host.name}\n  HostName {outer.get(host.name, host.address)}\n{jump}"
+            here = f"Host {host.name}\n  HostName {outer.get(host.name, host.address)}\n"
+            direct += here
+            jumping += here + ("  ProxyJump login\n" if self._has_login and host.name != "login" else "")
             inside += f"Host {host.name}\n  HostName {host.address}\n"
-        self.ssh_config.write_text(here)
+        self.jump_config.write_text(jumping)
+        self.ssh_config.write_text(direct if self._is_direct else jumping)
         (keys / "ssh_config_of_hosts").write_text(inside)
 
     def _start(self) -> None:
@@ -440,7 +441,8 @@ class Hosts:
         self._ip(f"link del {self._leg}", check=False)
         mac = f"02:70:68:{self.slot:02x}:01:01"
         self._ip(f"link add {self._leg} type veth peer name leg address {mac} netns {switch.pid}")
-        self._ip(f"addr add {self.own_address}/{30 if self._has_login else 24} dev {self._leg}")
+        address = f"10.78.{self.slot}.1/30" if self._has_login else f"{self.own_address}/24"
+        self._ip(f"addr add {address} dev {self._leg}")
         self._ip(f"link set {self._leg} up")
         bridge = [f"link add br0 address 02:70:68:{self.slot:02x}:01:00 type bridge"]
         bridge += ["link set br0 up", "link set leg up"]
@@ -449,8 +451,14 @@ class Hosts:
             return
         self._ip(*bridge, f"addr add {net}.1/24 dev br0", f"addr add 10.78.{self.slot}.2/30 dev leg", within=switch)
         # Else packets for the nodes would leave by the default route, towards whoever has these addresses there.
-        note(self.base, f"ip route del unreachable {net}.0/24")
-        self._ip(f"route replace unreachable {net}.0/24")
+        note(self.base, f"ip route del unreachable {net}.0/24 metric 1000")
+        self._ip(f"route replace unreachable {net}.0/24 metric 1000")
+        if self._is_direct:
+            note(self.base, f"ip link del {self._direct_leg}")
+            self._ip(f"link del {self._direct_leg}", check=False)
+            self._ip(f"link add {self._direct_leg} type veth peer name direct netns {switch.pid}")
+            self._ip(f"addr add {self.own_address}/24 dev {self._direct_leg}", f"link set {self._direct_leg} up")
+            self._ip("link set direct up", "link set direct master br0", within=switch)
 
     def _cable(self, host: Host, state: str) -> None:
         if host is self._switch:
@@ -467,7 +475,7 @@ class Hosts:
     def _ip(self, *lines: str, within: Host | None = None, check: bool = True) -> None:
         enter = ["nsenter", "-t", str(within.pid), "--net"] if within is not None else []
         argv = [*enter, "ip", "-batch", "-"]
-        done = subprocess.run(argv, input="\n".join(lines) + "\n", capture_output=True, text=True, timeout=START_S)
+        done = subprocess.run(argv, input="\n".join(lines) + "\n", capture_output=True, text=True)
         assert done.returncode == 0 or not check, f"ip {lines}: {done.stderr}"
 
 
@@ -496,15 +504,15 @@ def _process(entry: Path, space: Path) -> HostProcess | None:
 
 
 def _finish(
-    process: subprocess.Popen[str], words: Sequence[str], where: str, stdin: str, check: bool, timeout_s: float
+    process: subprocess.Popen[str], words: Sequence[str], where: str, stdin: str, check: bool, timeout_s: float | None
 ) -> subprocess.CompletedProcess[str]:
     with process:
         try:
-            out, err = process.communicate(stdin, timeout=timeout_s)
+            out, err = process.communicate(stdin, timeout=left_s() if timeout_s is None else timeout_s)
         except subprocess.TimeoutExpired:
             process.kill()
             out, err = process.communicate()
-            raise AssertionError(f"{list(words)} {where} did not end in {timeout_s} s: {out}{err}") from None
+            raise AssertionError(f"{list(words)} {where} did not end in time: {out}{err}") from None
     if check and process.returncode:
         raise AssertionError(f"{list(words)} {where} exited {process.returncode}: {out}{err}")
     return subprocess.CompletedProcess(list(words), process.returncode, out, err)

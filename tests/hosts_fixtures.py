@@ -1,7 +1,6 @@
 """Fixtures over hosts.py: sets of hosts that live as long as the session, and are as new for every test.
 
-def test_x(hosts: Hosts) -> None:              # node1, node2; this process is on their network
-def test_x(login_hosts: Hosts) -> None:        # login, node1, node2; this process reaches only login
+def test_x(hosts: Hosts) -> None:              # login, node1, node2; this process is on their network until cut_direct
 def test_x(slurm: Slurm) -> None:              # Slurm on login, node1, node2: slurm.hosts
 def test_x(ray_cluster: RayCluster) -> None:   # Ray on node1, node2: ray_cluster.hosts
 
@@ -33,7 +32,7 @@ def require_hosts(reason: str | None = None) -> None:
 def two_hosts() -> Iterator[Hosts]:
     """Use `hosts`."""
     require_hosts()
-    with Hosts(2) as made:
+    with Hosts(2, login=True, direct=True) as made:
         yield made
 
 
@@ -42,21 +41,6 @@ def hosts(two_hosts: Hosts) -> Iterator[Hosts]:
     yield two_hosts
     two_hosts.reset()
     targets.load.cache_clear()  # its connections were to the hosts before
-
-
-@pytest.fixture(scope="session")
-def two_hosts_behind_login() -> Iterator[Hosts]:
-    """Use `login_hosts`."""
-    require_hosts()
-    with Hosts(2, login=True) as made:
-        yield made
-
-
-@pytest.fixture
-def login_hosts(two_hosts_behind_login: Hosts) -> Iterator[Hosts]:
-    yield two_hosts_behind_login
-    two_hosts_behind_login.reset()
-    targets.load.cache_clear()
 
 
 @pytest.fixture(scope="session")

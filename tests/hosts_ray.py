@@ -12,14 +12,13 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from hosts import PATH, Host, HostProcess, Hosts, Inside
+from waiting import end, until
 
 GCS_PORT, DASHBOARD_PORT = 6379, 8265
-START_S, STOP_S, PARTS_S = 60.0, 20.0, 5.0
 # By default Ray 2.60 believes in a node without power for over a minute (seen: more than 60 s).
 QUICK_HEALTH = {
     "RAY_health_check_period_ms": "1000",
@@ -78,15 +77,12 @@ class RayCluster:
         if not node.is_on:
             return
         process.terminate()
-        process.wait(STOP_S)
-        # The dashboard's parts notice after a while that it has gone.
-        deadline = time.monotonic() + PARTS_S
-        while parts := [found.outer_pid for found in node.processes() if _is_ray(found)]:
-            if time.monotonic() > deadline:
-                for pid in parts:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
+        end(process)
+        # The dashboard's parts would notice after a while that it has gone.
+        for pid in [found.outer_pid for found in node.processes() if _is_ray(found)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        until(lambda: not any(map(_is_ray, node.processes())), f"nothing of Ray is left on {node.name}")
 
     def close(self) -> None:
         """End Ray everywhere, the head last. Idempotent."""
@@ -142,19 +138,12 @@ class RayCluster:
             return node.popen(["ray", "start", *where, *what, "--block"], env=self.env, stdout=log, stderr=log)
 
     def _wait_for(self, count: int) -> None:
-        deadline = time.monotonic() + START_S
-        while True:
+        def are_there() -> bool:
             for name, process in self._started.items():
                 assert process.poll() is None, f"Ray ended on {name}: {self.hosts[name].log('ray').read_text('utf-8')}"
             try:
-                if self.head.listens(DASHBOARD_PORT) and len(self.nodes()) >= count:
-                    return
+                return self.head.listens(DASHBOARD_PORT) and len(self.nodes()) >= count
             except AssertionError:  # the dashboard listens before it answers
-                pass
-            assert time.monotonic() < deadline, f"Ray has not {count} nodes in {START_S} s: {self.said()}"
-            time.sleep(0.1)
+                return False
 
-    def said(self) -> str:
-        """What Ray printed on each node, for a message."""
-        logs = [node.log("ray") for node in self.hosts]
-        return "\n".join(f"{log.name}: {log.read_text('utf-8')[-1500:]}" for log in logs if log.exists())
+        until(are_there, f"Ray has {count} nodes")

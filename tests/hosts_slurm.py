@@ -16,16 +16,15 @@ import os
 import shutil
 import signal
 import stat
-import time
 from pathlib import Path
 
 import pytest
 from hosts import PATH, Host, HostProcess, Hosts
 from hosts_janitor import note
+from waiting import until
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
 GPUS = 4
-START_S = 60.0
 CGROUPS = Path("/sys/fs/cgroup")
 CONTROLLERS = ("cpu", "cpuacct", "cpuset", "memory", "devices", "freezer", "blkio", "pids")
 
@@ -130,11 +129,9 @@ class Slurm:
             node.service(["bash", "-c", f"set -e; {self._cgroups(node)}{self._munged(node)}; exec slurmd -D"])
         self.wait_idle()
 
-    def run(
-        self, words: list[str], *, check: bool = True, timeout_s: float = 60.0, stdin: str = "", cwd: str = "/root"
-    ) -> str:
+    def run(self, words: list[str], *, check: bool = True, stdin: str = "", cwd: str = "/root") -> str:
         """Standard output of a program on login."""
-        return self.login.run(words, check=check, timeout_s=timeout_s, stdin=stdin, cwd=cwd).stdout
+        return self.login.run(words, check=check, stdin=stdin, cwd=cwd).stdout
 
     def submit(self, script: str, *options: str) -> int:
         """The number of the new job."""
@@ -145,20 +142,20 @@ class Slurm:
         line = self.run(["scontrol", "show", "job", "-o", str(number)], check=False)
         return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
-    def wait(self, number: int, *states: str, timeout_s: float = START_S) -> dict[str, str]:
+    def wait(self, number: int, *states: str) -> dict[str, str]:
         """Block until the job is in one of the states; what `job` says then."""
-        deadline = time.monotonic() + timeout_s
-        while (job := self.job(number)).get("JobState") not in states:
-            assert time.monotonic() < deadline, f"job {number} is not {' or '.join(states)} in {timeout_s} s: {job}"
-            time.sleep(0.05)
+
+        def reached() -> dict[str, str] | None:
+            job = self.job(number)
+            return job if job.get("JobState") in states else None
+
+        job = until(reached, f"job {number} is {' or '.join(states)}")
+        assert job is not None
         return job
 
-    def wait_idle(self, timeout_s: float = START_S) -> None:
+    def wait_idle(self) -> None:
         """Block until every node is idle."""
-        deadline = time.monotonic() + timeout_s
-        while (states := self._states()) != ["idle"] * len(self.hosts):
-            assert time.monotonic() < deadline, f"Slurm is not ready in {timeout_s} s: {states}; {self.said()}"
-            time.sleep(0.05)
+        until(lambda: self._states() == ["idle"] * len(self.hosts), "all nodes of Slurm are idle")
 
     def clear(self) -> None:
         """No jobs, all nodes on and idle, no process but the services, empty disks: what a test may expect to find."""
@@ -170,7 +167,7 @@ class Slurm:
         for name in self.hosts.names:
             if self._states(name) != ["idle"]:
                 self.run(["scontrol", "update", f"nodename={name}", "state=resume"], check=False)
-        self.wait_idle(60.0)
+        self.wait_idle()
         if self._leaks():
             self.run(["scontrol", "reconfigure"])
         for host in [self.login, *self.hosts]:
@@ -180,11 +177,6 @@ class Slurm:
                         os.kill(process.outer_pid, signal.SIGKILL)
             host.run(["find", "/dev/shm", "-mindepth", "1", "-delete"])
         self.hosts.clear_disks("slurmd", "slurmctld")
-
-    def said(self) -> str:
-        """The ends of the logs, for a message."""
-        logs = sorted((self.hosts.base / "log").glob("*"))
-        return "\n".join(f"{log.name}: {log.read_text('utf-8', 'replace')[-1500:]}" for log in logs)
 
     def _states(self, node: str = "") -> list[str]:
         words = ["sinfo", "-h", "-N", "-p", "main", "-o", "%T", *(["-n", node] if node else [])]

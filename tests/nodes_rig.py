@@ -8,13 +8,14 @@ import os
 import secrets
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import waiting
 from hosts import ROOT
+from waiting import end
 
 from penstock.errors import PenstockError
 from penstock.hardware import Machine
@@ -110,12 +111,8 @@ class Rig:
         rows = msgspec.convert(self.admin.get_json("/admin/replicas"), GatewayView).replicas
         return rows[0] if rows else None
 
-    def until(self, is_so: Callable[[], object], what: str, timeout_s: float = 300.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not is_so():
-            log = (self.folder / "log").read_text("utf-8", "replace")[-4000:]
-            assert time.monotonic() < deadline, f"expected: {what}\n{log}"
-            time.sleep(0.05)
+    def until(self, is_so: Callable[[], object], what: str) -> None:
+        waiting.until(is_so, f"{what}; the log is {self.folder / 'log'}")
 
     def wait_state(self, state: str) -> Announcement:
         """Until the replica is in that state; it must not fail before."""
@@ -134,12 +131,12 @@ class Rig:
         """As a target ends a replica: every node gets SIGTERM. Their exit codes."""
         for node in self.nodes:
             node.terminate()
-        return [node.wait(60) for node in self.nodes]
+        return [end(node) for node in self.nodes]
 
     def close(self) -> None:
         for node in self.nodes:
             if node.poll() is None:
                 node.kill()
-                node.wait(10)
+                end(node)
         self._gateway.terminate()
-        self._gateway.wait(10)
+        end(self._gateway)

@@ -45,15 +45,15 @@ _STILL: Final[dict[tuple[Kind, ...], str]] = {
         vessl_container vessl_render vessl_words
     """,
     ("socket",): """
-        cli_requests cli_ui controller_chat_page controller_place controller_prometheus http_files
-        kubernetes_verbs live models modelscope node placed_gateway readings
+        cli_requests cli_ui controller_chat_page controller_place controller_prometheus doctor events facts
+        formation http_files kubernetes_verbs live models modelscope node placed_gateway readings
     """,
     ("socket", "wait"): """
-        chat_terminal cli_dashboard gateway_retry gateway_silence gateway_slo gateway_smuggling gateway_tokens
-        gateway_traces gateway_wire kubernetes_api
+        chat_terminal cli_dashboard engines_vllm gateway_retry gateway_silence gateway_slo gateway_smuggling
+        gateway_tokens gateway_traces gateway_wire kubernetes_api
     """,
     ("wait",): """
-        chat_pacing chat_plain_answer chat_streaming gpu_claims
+        chat_pacing chat_plain_answer chat_streaming gpu_claims runs
     """,
 }
 STILL: Final = {f"test_{name}.py": frozenset(kinds) for kinds, names in _STILL.items() for name in names.split()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,9 @@ from typing import Any
 import yaml
 from hosts import ROOT, HostProcess
 from hosts_slurm import Slurm
+from waiting import event, until
+
+from penstock.run_folder import Run
 
 ENV = {"PYTHONPATH": str(ROOT), "PENSTOCK_NATIVE": "0"}
 
@@ -24,20 +26,20 @@ class Desk:
     slurm: Slurm
     names: list[str] = field(default_factory=list)
 
-    def call(self, *words: object, check: bool = True, timeout_s: float = 90.0) -> str:
-        """Standard output of a verb."""
-        return self.ask(*words, check=check, timeout_s=timeout_s)[1]
+    def call(self, *words: object) -> str:
+        """Standard output of a verb that must go well."""
+        return self.ask(*words, check=True)[1]
 
-    def ask(self, *words: object, check: bool = False, timeout_s: float = 90.0) -> tuple[int, str, str]:
+    def ask(self, *words: object, check: bool = False) -> tuple[int, str, str]:
         """A verb's exit code, output and errors."""
         argv = [sys.executable, "-m", "penstock", *map(str, words)]
-        done = self.slurm.login.run(argv, env=ENV, check=check, timeout_s=timeout_s)
+        done = self.slurm.login.run(argv, env=ENV, check=check)
         return done.returncode, done.stdout, done.stderr
 
-    def python(self, code: str, *words: str, timeout_s: float = 90.0) -> str:
+    def python(self, code: str, *words: str) -> str:
         """What a program says that has penstock as a library."""
         argv = [sys.executable, "-c", code, *words]
-        return self.slurm.login.run(argv, env=ENV, timeout_s=timeout_s).stdout
+        return self.slurm.login.run(argv, env=ENV).stdout
 
     def write(self, name: str = "one", args: dict[str, Any] | None = None, **fields: Any) -> str:
         """A deployment file with the fake engine on login. `engine`, `gateway` and `slurm` are merged."""
@@ -61,9 +63,9 @@ class Desk:
     def run_path(self, name: str = "one") -> Path:
         return self.home / ".penstock" / "runs" / name
 
-    def up(self, file: str, *words: object, timeout_s: float = 90.0) -> None:
+    def up(self, file: str, *words: object) -> None:
         self.names.append(Path(file).stem)
-        self.call("up", file, *words, timeout_s=timeout_s)
+        self.call("up", file, *words)
 
     def down(self, *words: object) -> None:
         """End "one"; nothing of any deployment may be left."""
@@ -81,11 +83,19 @@ class Desk:
         handle = json.loads((self.run_path(name) / "handle.json").read_text("utf-8"))
         return int(handle["units"][f"{kind}/{unit}"]["job"])
 
-    def wait(self, is_so: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not is_so():
-            assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}; {self.said()}"
-            time.sleep(0.2)
+    def run_of(self, name: str = "one") -> Run:
+        """Its run folder, read from outside."""
+        return Run(self.run_path(name))
+
+    def wait(self, is_so: Callable[[], object], what: str) -> None:
+        try:
+            until(is_so, what)
+        except AssertionError as exc:
+            raise AssertionError(f"{exc}; {self.said()}") from exc
+
+    def event(self, kind: str, text: str = "") -> None:
+        """Block until the event is in the log of "one"."""
+        event(self.run_of(), kind, text=text)
 
     def said(self) -> str:
         logs = sorted(self.home.glob(".penstock/runs/*/logs/*.log"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +54,3 @@ def left_on(hosts: Hosts) -> list[str]:
             listening = [int(row.split()[1].partition(":")[2], 16) for row in ports if row.split()[3] == "0A"]
             found += [f"{host.name}: port {port}" for port in listening if port != 22]
     return [line for line in found if not line.endswith(str(hosts.base))]
-
-
-def until(is_so: Callable[[], object], what: str, timeout_s: float = 60.0) -> float:
-    """Wait; the seconds that it took. AssertionError with `what` when the time is over."""
-    began = time.monotonic()
-    while not is_so():
-        assert time.monotonic() - began < timeout_s, f"expected within {timeout_s:.0f} s: {what}; it is {is_so()!r}"
-        time.sleep(0.1)
-    return time.monotonic() - began

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import waiting
 
 from penstock.gateway.accounting.key_store import KeyStore
 from penstock.gateway.accounting.ledger import Ledger
@@ -71,7 +72,9 @@ def postgres_server(address: str = "") -> Iterator[Path]:
 
     def run(program: str, *arguments: str) -> None:
         line = [*as_user, str(folders[-1] / program), *arguments]
-        subprocess.run(line, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/", timeout=60)
+        subprocess.run(
+            line, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/", timeout=waiting.left_s()
+        )
 
     data = str(folder / "data")
     try:
@@ -98,13 +101,16 @@ def postgres_server(address: str = "") -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    if request.param == "sqlite":
-        opened = Store(str(tmp_path / "store.sqlite"))
-    else:
-        opened = Store(request.getfixturevalue("postgres"))
-        for table in ("api_keys", "api_secrets", "requests", "daily_usage", "spend", "gateway_counts", "gpu_time"):
-            opened.database.execute(f"DELETE FROM {table}")
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store(str(tmp_path / "store.sqlite"))
     yield opened
     opened.close()
+
+
+def empty(place: str) -> Store:
+    """The store of a server, as new."""
+    opened = Store(place)
+    for table in ("api_keys", "api_secrets", "requests", "daily_usage", "spend", "gateway_counts", "gpu_time"):
+        opened.database.execute(f"DELETE FROM {table}")
+    return opened

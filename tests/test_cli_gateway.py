@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import waiting
 from gateway_processes import begin, gateway_argv, read_until, running
 
 from penstock.cli import gateway as cli_gateway
@@ -128,12 +129,13 @@ def test_folder_of_a_killed_gateway_is_removed_by_the_next_start(
 
 
 @pytest.mark.processes
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_store_that_cannot_be_opened_is_told_before_anybody_is_sent_here(workers: str, tmp_path: Path) -> None:
     store = ("--auth", "keys", "--store", str(tmp_path / "absent" / "x.db"))
     with running(gateway_argv("--workers", workers, *UPSTREAM, *store)) as gateway:
         assert "could not use store" in begin(gateway)["error"]["message"]  # and no address
-        assert gateway.wait(60) == 2
+        assert waiting.end(gateway) == 2
 
 
 @contextlib.contextmanager
@@ -148,20 +150,21 @@ def holding(workers: int) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_second_signal_ends_it_at_once_with_1(workers: int) -> None:
     with holding(workers) as gateway:
         gateway.send_signal(signal.SIGTERM)
         read_until(gateway, "draining", workers)
         gateway.send_signal(signal.SIGTERM)
-        assert gateway.wait(60) == 1
+        assert waiting.end(gateway) == 1
 
 
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_ctrl_c_which_a_terminal_sends_to_every_process_is_one_signal() -> None:
     with holding(workers=2) as gateway:
         os.killpg(gateway.pid, signal.SIGINT)
         read_until(gateway, "stopped, 0 requests cut", 1)  # by the worker that holds nothing
         assert gateway.poll() is None
         os.killpg(gateway.pid, signal.SIGINT)
-        assert gateway.wait(60) == 1
+        assert waiting.end(gateway) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable
@@ -183,7 +184,8 @@ def test_usage_is_pruned_and_stays_the_same(shell: Shell, tmp_path: Path) -> Non
 
 
 @pytest.mark.processes  # no process, but half a second of import
-async def test_openai_client_with_a_made_key(shell: Shell, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop])
+async def test_openai_client_with_a_made_key(loop_factory: object, shell: Shell, tmp_path: Path) -> None:
     """The client's own parser reads a stream out of which an event was taken."""
     openai = pytest.importorskip("openai")
     place = str(tmp_path / "store.sqlite")

@@ -134,6 +134,8 @@ def test_the_code_is_sent_once_for_each_version(there: fake.Workbench) -> None:
     assert "penstock/node/__main__.py" in zipfile.ZipFile(io.BytesIO(data)).namelist()
 
 
+@pytest.mark.processes
+@pytest.mark.nightly
 def test_a_workbench_with_a_certificate_of_its_own_needs_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,27 +6,25 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from cloudera_rig import file_for
-from launching import Place, call, wait_until
+from launching import Place, call
 from samples import deployment
+from waiting import end, until
 
 from penstock import targets
 from penstock.errors import Finding, PenstockError
 from penstock.spec.deployment import Deployment
-from penstock.targets import waiting
 from penstock.targets.cloudera import answers, findings, measuring, names
 from penstock.targets.cloudera.findings import Grace, Note, Reading, Stream
 from penstock.testing.fake_workbench import workloads
 from penstock.testing.fake_workbench.server import PROJECT, Workbench
 from penstock.text import GIB, MIB
 
-SOON_S = 120.0
 PARTS = ("application", "job-0", "job-1")
 PASSED = Stream(200, 0.1, 40.2, is_whole=True)
 
@@ -145,9 +143,7 @@ def test_answers_are_kept_and_warn_a_start_that_they_concern(podless: Workbench,
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "LOOK_S", 0.02)
-    monkeypatch.setattr(measuring, "START_S", 0.05)
-    monkeypatch.setattr(workloads, "_STOP_S", 0.01)
+    monkeypatch.setattr(measuring, "START_S", 5.0)
 
 
 def measured(there: Workbench, block: dict[str, Any] | None = None) -> list[Finding]:
@@ -201,12 +197,10 @@ def test_what_a_killed_doctor_left_is_removed_by_the_next_and_by_clean(
     podless: Workbench, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = podless
-    monkeypatch.setattr(measuring, "remove", lambda *_: None)
-    measured(there)
+    with monkeypatch.context() as patch:
+        patch.setattr(measuring, "remove", lambda *_: None)
+        measured(there)
     assert len(there.left()) == 3
-    monkeypatch.undo()
-    monkeypatch.setenv("CDSW_APIV2_KEY", there.key)
-    monkeypatch.setattr(waiting, "LOOK_S", 0.05)
     own = names.probe_in(there.left()[0]) or ""
     targets.load.cache_clear()
     target: Any = targets.load("cloudera")
@@ -255,6 +249,7 @@ def test_doctor_measures_a_workbench_and_leaves_nothing(place: Place, workbench:
 
 
 @pytest.mark.hosts
+@pytest.mark.nightly
 def test_doctor_measures_workers_where_the_file_wants_them(place: Place, workbench: Workbench, short: None) -> None:
     rows = rows_of(place, workbench, cloudera={"nodes": "workers"})
     assert not [call for call in workbench.calls if call.endswith("/jobs") and call.startswith("POST")]
@@ -270,6 +265,7 @@ def test_doctor_measures_workers_where_the_file_wants_them(place: Place, workben
 
 
 @pytest.mark.hosts
+@pytest.mark.nightly
 def test_doctor_finds_blocked_ports_and_a_proxy_that_cuts(place: Place, workbench: Workbench, short: None) -> None:
     workbench.pods.blocked_ports = "20000-31999"  # type: ignore[attr-defined]
     workbench.cut_streams_after_s = 1.0
@@ -297,8 +293,7 @@ def test_a_doctor_that_is_ended_by_a_signal_leaves_nothing(place: Place, workben
     for number in (signal.SIGINT, signal.SIGTERM):
         with (tmp_path / "doctor.log").open("w") as log:
             process = subprocess.Popen(argv, stdout=log, stderr=log)
-        wait_until(lambda: len(workbench.left()) == 3, "its workloads run", SOON_S)
-        time.sleep(0.5)
+        until(lambda: len(workbench.left()) == 3, "its workloads run")
         process.send_signal(number)
-        assert process.wait(SOON_S) != 0
+        assert end(process) != 0
         assert left(workbench) == [], (tmp_path / "doctor.log").read_text()

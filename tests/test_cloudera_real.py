@@ -6,14 +6,14 @@ import http.client
 
 import pytest
 from cloudera_rig import SUBDOMAINS, file_for
-from launching import Place, call, now, started, wait_ready, wait_until
+from launching import Place, call, now, started, wait_ready
+from waiting import until
 
 from penstock.testing.demo_prompts import DEMO_PROMPTS
 from penstock.testing.fake_workbench.server import Workbench
 from penstock.wire.client import Client
 
 pytestmark = pytest.mark.hosts
-SOON_S = 120.0
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_the_bundled_model_answers_from_a_pod(place: Place, workbench: Workbench
     done = call("up", file, "--json")
     assert done.code == 0, done
     run = place.run()
-    wait_ready(run, timeout_s=SOON_S)
+    wait_ready(run)
     assert run.url == f"http://{SUBDOMAINS[0]}.{workbench.domain}", "clients need no login of the workbench"
     row = next(row for row in DEMO_PROMPTS if row.kind == "chat")
     done = call("chat", "one", "-m", row.prompt, "--max-tokens", 12, "--temperature", 0)
@@ -45,13 +45,13 @@ def test_the_chat_page_is_an_application(place: Place, workbench: Workbench) -> 
     wait_ready(run)
     pages = [row for row in workbench.workloads.applications.values() if row.record["name"].endswith("-ui")]
     assert [row.record["subdomain"] for row in pages] == [SUBDOMAINS[1]]
-    wait_until(lambda: pages[0].status == "RUNNING", "the workbench shows the page as running", SOON_S)
+    until(lambda: pages[0].status == "RUNNING", "the workbench shows the page as running")
 
     def state() -> str | None:
         part = now(run).ui
         return None if part is None else part.state
 
-    wait_until(lambda: state() == "running", "the page's part is running", SOON_S)
+    until(lambda: state() == "running", "the page's part is running")
     assert _get(workbench, SUBDOMAINS[1], key=None) == 302, "without a key the workbench asks for a login"
     assert _get(workbench, SUBDOMAINS[1], key=workbench.key) == 200
     assert call("down", "one").code == 0

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 from cloudera_rig import file_for, left, up
-from launching import PROMPT, Place, call, now, replica_of, wait_ready, wait_until
+from launching import PROMPT, Place, call, now, replica_of, wait_ready
+from waiting import until
 
 import penstock
 from penstock.spec import reading
@@ -20,7 +21,6 @@ from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_workbench.server import RUNTIME, Workbench
 
 pytestmark = pytest.mark.hosts
-SOON_S = 90.0
 
 
 @pytest.fixture
@@ -67,9 +67,9 @@ def test_a_session_that_is_killed_during_up_leaves_the_deployment_to_others(plac
     (workbench.pods.folder / "one.yaml").write_text(yaml.safe_dump(block))
     first = run_verbs(workbench, "up one.yaml")
     address = workbench.pods.folder / ".penstock" / "runs" / "one" / "gateway" / "address.json"
-    wait_until(lambda: address.exists(), "the gateway runs", SOON_S)
+    until(lambda: address.exists(), "the gateway runs")
     words = "this session ends after 60 idle minutes (IDLE_MAXIMUM_MINUTES) and after 10080 minutes in all"
-    wait_until(lambda: f"warning: {words}" in said(workbench), "`up` says what ends the session", SOON_S)
+    until(lambda: f"warning: {words}" in said(workbench), "`up` says what ends the session")
     assert said(workbench).count(words) == 1 and "the deployment goes on" in said(workbench)
     assert first.pod is not None and not first.is_over, "`up` still waits"
     first.pod.kill()  # all of it at once
@@ -78,7 +78,7 @@ def test_a_session_that_is_killed_during_up_leaves_the_deployment_to_others(plac
     run = place.run()
     wait_ready(run)
     second = run_verbs(workbench, "status one", "down one")
-    wait_until(lambda: second.is_over, "another session has ended it", SOON_S)
+    until(lambda: second.is_over, "another session has ended it")
     assert said(workbench).startswith("one is ready") and said(workbench).endswith("one is down\n"), said(workbench)
     assert workbench.left() == []
     assert now(run).phase == "down", "also for the laptop"
@@ -94,7 +94,7 @@ def test_an_amp_starts_its_deployment_from_inside_and_a_laptop_ends_it(place: Pl
     (workbench.pods.folder / amp.FILE).write_text(yaml.safe_dump(block))
     (workbench.pods.folder / amp.SCRIPT).write_text(texts[f"amp:{amp.SCRIPT}"])
     session = run_script(workbench, amp.SCRIPT)
-    wait_until(lambda: session.is_over, "the session has ended", SOON_S)
+    until(lambda: session.is_over, "the session has ended")
     assert session.status == "SUCCEEDED", session.pod
     done = call("up", file, "--json")
     assert done.code == 0 and done.events[0]["was_running"], done
@@ -105,6 +105,7 @@ def test_an_amp_starts_its_deployment_from_inside_and_a_laptop_ends_it(place: Pl
     assert left(workbench) == []
 
 
+@pytest.mark.nightly
 def test_two_pods_make_one_replica_and_one_that_is_lost_comes_back(place: Place, workbench: Workbench) -> None:
     two = {"hardware": {"nodes": 2}, "parallel": {"pipeline": 2}, "engine": {"executor": "mp"}}
     run, _ = up(place, workbench, **two)
@@ -117,10 +118,10 @@ def test_two_pods_make_one_replica_and_one_that_is_lost_comes_back(place: Place,
     assert jobs == ["0-n0", "0-n1"]
     second = next(row for row in workbench.workloads.runs.values() if row.body["name"].endswith("n1"))
     second.fault = "fails"
-    wait_until(lambda: second.status == "FAILED", "the second node is lost")
+    until(lambda: second.status == "FAILED", "the second node is lost")
     began = time.time()
-    wait_until(lambda: len(workbench.workloads.runs) == 3, "its job runs again", SOON_S)
-    wait_until(lambda: _is_ready_since(run, began), "the replica has formed again", SOON_S)
+    until(lambda: len(workbench.workloads.runs) == 3, "its job runs again")
+    until(lambda: _is_ready_since(run, began), "the replica has formed again")
 
 
 def _is_ready_since(run: Any, began: float) -> bool:

@@ -68,7 +68,7 @@ def run(project: Path, unit: str, code: int = 0, requirements: tuple[str, ...] =
     env.pop("SESSION_MAXIMUM_MINUTES", None)
     env.pop("CDSW_APP_PORT", None)
     argv = [sys.executable, str(Path(kernel.__file__)), "start.py"]
-    return subprocess.run(argv, cwd=project, env=env, capture_output=True, timeout=120, check=False).returncode
+    return subprocess.run(argv, cwd=project, env=env, capture_output=True, check=False).returncode
 
 
 def note(project: Path, unit: str) -> dict[str, object]:

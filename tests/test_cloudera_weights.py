@@ -9,7 +9,8 @@ import pytest
 from cloudera_rig import file_for
 from hosts import Hosts
 from hub_server import HubServer, asked_hub
-from launching import PROMPT, Place, call, now, wait_ready, wait_until
+from launching import PROMPT, Place, call, now, wait_ready
+from waiting import until
 
 from penstock.models.files import BUNDLED
 from penstock.run_folder import Run
@@ -18,7 +19,6 @@ from penstock.testing.fake_workbench.server import Workbench
 from penstock.testing.fake_workbench.workloads import Workload
 
 pytestmark = pytest.mark.hosts
-SOON_S = 90.0
 MODEL = "org/tiny"
 FILES = {path.name: path.read_bytes() for path in BUNDLED.iterdir() if path.suffix in (".json", ".safetensors")}
 
@@ -57,7 +57,7 @@ def up_until_weights_come(place: Place, workbench: Workbench, hub: HubServer, no
     hub.is_open.clear()
     assert call("up", file(place, workbench, hub, nodes=nodes), "--json", "--no-wait").code == 0
     run = place.run()
-    wait_until(lambda: "waits for the weights" in reason(place) and " files, " in reason(place), "progress", SOON_S)
+    until(lambda: "waits for the weights" in reason(place) and " files, " in reason(place), "progress")
     return run
 
 
@@ -68,7 +68,7 @@ def test_weights_come_by_a_job_before_nodes_start(
     run = up_until_weights_come(place, workbench, hub, nodes)
     assert [each.body.get("nvidia_gpu", 0) for each in workbench.workloads.runs.values()] == [0], "no node waits"
     hub.is_open.set()
-    wait_ready(run, timeout_s=SOON_S)
+    wait_ready(run)
     assert len(fetches(workbench)) == 1 and kept(workbench).is_dir()
     assert call("down", "one", "--weights").code == 0
     assert not kept(workbench).exists()
@@ -82,10 +82,10 @@ def test_a_killed_fetch_continues_and_other_deployments_find_what_came(
     [first] = fetches(workbench)
     assert first.pod is not None
     first.pod.kill()
-    wait_until(lambda: len(fetches(workbench)) == 2, "the next run of the job", SOON_S)
+    until(lambda: len(fetches(workbench)) == 2, "the next run of the job")
     hub.asked.clear()
     hub.is_open.set()
-    wait_ready(run, timeout_s=SOON_S)
+    wait_ready(run)
     assert all(name.endswith(".safetensors") for name in hub.downloads), "what was there is not fetched again"
     assert call("up", file(place, workbench, hub, "two"), "--json").code == 0
     place.run("two")
@@ -105,6 +105,6 @@ def test_weights_that_a_hub_refuses_end_the_start_with_its_reason(
     assert call("up", file(place, workbench, hub), "--json", "--no-wait").code == 0
     hub.token = "hf_of_ada"
     workbench.pods.n_free = None  # type: ignore[attr-defined]
-    wait_until(lambda: "the weights could not be fetched" in reason(place), "the reason", SOON_S)
+    until(lambda: "the weights could not be fetched" in reason(place), "the reason")
     assert len(fetches(workbench)) == 1, "another run would end as this one"
     assert call("down", "one").code == 0

@@ -257,11 +257,15 @@ def relayed(url: str, answer: bytes | None = None) -> bytes:
     return asyncio.run(talk())
 
 
+@pytest.mark.processes
+@pytest.mark.nightly
 def test_an_application_that_cannot_be_reached_is_an_answer() -> None:
     answer = relayed("http://127.0.0.1:9")
     assert answer.startswith(b"HTTP/1.1 502 ") and b"could not connect to http://127.0.0.1:9" in answer
 
 
+@pytest.mark.processes
+@pytest.mark.nightly
 def test_an_answer_passes_unchanged_and_a_login_of_the_workbench_is_explained() -> None:
     for whole in (b"HTTP/1.1 200 OK\r\na: b\r\n\r\ndata: 1\n\n", b"HTTP/1.1 302 Found\r\nlocation: /ui/\r\n\r\n"):
         assert relayed("", whole) == whole

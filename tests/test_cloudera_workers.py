@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from cloudera_rig import file_for, left, up
-from launching import PROMPT, Place, call, now, replica_of, wait_ready, wait_until
+from launching import PROMPT, Place, call, now, replica_of, wait_ready
+from waiting import until
 
 from penstock import targets
 from penstock.targets.cloudera import launcher
@@ -20,7 +21,6 @@ from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_workbench.server import Workbench
 from penstock.testing.fake_workbench.workloads import Workload
 
-SOON_S = 90.0
 WORKERS: dict[str, Any] = {"cloudera": {"nodes": "workers"}}
 
 
@@ -179,13 +179,13 @@ def test_a_deployment_lives_on_workers(place: Place, workbench: Workbench) -> No
     assert "penstock: ready after" in call("logs", "one", "--replica", "0").out
     [first] = living(workbench)
     first.fault = "fails"
-    wait_until(lambda: first.is_over and len(living(workbench)) == 1, "another worker is launched", SOON_S)
+    until(lambda: first.is_over and len(living(workbench)) == 1, "another worker is launched")
     wait_ready(run)
     assert "its worker failed" in call("events", "one").out
     assert call("scale", "one", 2).code == 0
     wait_ready(run, 2)
     assert call("scale", "one", 1).code == 0
-    wait_until(lambda: len(living(workbench)) == 1, "the second worker has left", SOON_S)
+    until(lambda: len(living(workbench)) == 1, "the second worker has left")
     assert "replica 1 drained and ended" in call("events", "one").out
     over = [row.status for row in workbench.workloads.workers.values() if row.is_over]
     assert sorted(over) == ["FAILED", "SUCCEEDED"], "the second replica left by word"
@@ -201,13 +201,13 @@ def test_workers_that_ended_with_their_application_are_placed_anew(place: Place,
     wait_ready(run)
     [first] = living(workbench)
     workbench.workloads.restart_application(gateway_of(workbench).record["id"])
-    wait_until(lambda: first.is_over and len(living(workbench)) == 1, "another worker is launched", SOON_S)
-    wait_until(lambda: now(run).controller.n_restarts == 1 and now(run).phase == "ready", "ready again", SOON_S)
+    until(lambda: first.is_over and len(living(workbench)) == 1, "another worker is launched")
+    until(lambda: now(run).controller.n_restarts == 1 and now(run).phase == "ready", "ready again")
     assert answers()
     assert "ended with the application that launched it" in call("events", "one").out
     workbench.workloads.stop(gateway_of(workbench))
-    wait_until(lambda: gateway_of(workbench).status == "STOPPED", "the application has stopped")
-    wait_until(lambda: replica_of(run).state != "ready", "the replica is gone", SOON_S)
+    until(lambda: gateway_of(workbench).status == "STOPPED", "the application has stopped")
+    until(lambda: replica_of(run).state != "ready", "the replica is gone")
     assert living(workbench) == []
     assert call("up", file_for(place, workbench, **WORKERS), "--json").code == 0
     wait_ready(run)
@@ -224,9 +224,9 @@ def test_a_worker_that_is_refused_is_the_reason(place: Place, workbench: Workben
     def says(text: str) -> Callable[[], bool]:
         return lambda: text in call("status", "one").out
 
-    wait_until(says("was not launched: quota exceeded"), "the words of the workbench", SOON_S)
+    until(says("was not launched: quota exceeded"), "the words of the workbench")
     workbench.refuses_workers = None
-    wait_ready(run, timeout_s=SOON_S)
+    wait_ready(run)
 
 
 @pytest.mark.hosts

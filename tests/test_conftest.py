@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import quick_tier
 
 from penstock import paths
 
+pause = asyncio.sleep
 SKIPPED = ("test_x.py", 3, "Skipped: no such machine")
 
 
@@ -82,8 +84,8 @@ def test_every_test_has_a_home_of_its_own(home: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        (lambda: time.sleep(0.001), "time.sleep.*World"),
-        (lambda: asyncio.run(asyncio.sleep(0.001)), "asyncio.sleep.*World"),
+        (partial(time.sleep, 0.001), "time.sleep.*World"),
+        (lambda: asyncio.run(pause(0.001)), "asyncio.sleep.*World"),
         (lambda: subprocess.run([sys.executable, "-V"]), "subprocess.Popen.*mark it `processes`"),
         (lambda: socket.create_connection(("127.0.0.1", 9)), "socket.connect.*mark it `processes`"),
         (lambda: socket.socket().bind(("127.0.0.1", 0)), "socket.bind.*mark it `processes`"),
@@ -93,7 +95,6 @@ def test_a_quick_test_may_not_wait_nor_use_processes_or_sockets(act: Callable[[]
     with pytest.raises(quick_tier.Attempt, match=words):
         act()
     quick_tier.WATCH.attempts.clear()
-    time.sleep(0)
     asyncio.run(asyncio.sleep(0))
 
 

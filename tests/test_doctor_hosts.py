@@ -6,7 +6,6 @@ programs there; what the programs find and measure is real.
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,6 @@ import msgspec
 import pytest
 from hosts import ROOT, Hosts
 from samples import deployment
-from test_doctor import NAME, on_hub
 from test_facts import Hub, served  # noqa: F401 - a fixture
 
 from penstock import targets
@@ -29,7 +27,6 @@ from penstock.run_folder import Artifact
 from penstock.spec.deployment import Deployment
 from penstock.targets import Surveyed, Target
 from penstock.targets.slurm.target import Slurm
-from penstock.text import GIB
 
 pytestmark = pytest.mark.hosts
 
@@ -131,12 +128,14 @@ def test_two_healthy_nodes_are_measured(hosts: Hosts, examine: Examine) -> None:
     assert "the same on all 2 nodes: python 3" in the(found, "versions").found
 
 
+@pytest.mark.nightly
 def test_an_interface_that_no_node_has_is_named(examine: Examine) -> None:
     (one,) = bad(examine(engine={"env": {"NCCL_SOCKET_IFNAME": "ib9"}}))
     assert one.check == "network" and "no interface ib9 of node1 is reached" in one.found
     assert "eth0" in (one.cure or "")
 
 
+@pytest.mark.nightly
 def test_a_cut_cable_and_a_firewall_between_nodes_are_named(hosts: Hosts, examine: Examine) -> None:
     # The address is there, but what is sent to it goes nowhere.
     hosts["node1"].run(["ip", "route", "add", "blackhole", f"{hosts['node2'].address}/32"])
@@ -151,6 +150,7 @@ def test_a_cut_cable_and_a_firewall_between_nodes_are_named(hosts: Hosts, examin
     assert "open the network between them" in (found["network"].cure or "")
 
 
+@pytest.mark.nightly
 def test_a_node_without_power_is_named_and_takes_no_other_check_away(hosts: Hosts, examine: Examine) -> None:
     hosts["node2"].kill()
     found = examine(engine={"env": {"NCCL_SOCKET_IFNAM": "eth0"}})
@@ -158,15 +158,6 @@ def test_a_node_without_power_is_named_and_takes_no_other_check_away(hosts: Host
     assert (one.check, one.node) == ("node", "node2") and "No route to host" in one.found
     assert the(found, "memory").node == "node1"
     assert the(found, "variables").state == "warning"
-
-
-def test_a_port_that_is_taken_is_named_and_the_rest_is_planned(examine: Examine) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        found = examine(gateway={"port": port}, parallel={"tensor": 3})
-    names = {one.check: one for one in bad(found)}
-    assert f"cannot listen on 127.0.0.1:{port}" in names["port"].found
-    assert 'cannot cut model "penstock-demo" over tensor: 3' in names["deployment"].found
 
 
 def test_what_is_wrong_on_one_node_is_named_all_together(hosts: Hosts, examine: Examine) -> None:
@@ -188,16 +179,7 @@ def test_what_is_wrong_on_one_node_is_named_all_together(hosts: Hosts, examine: 
     assert the(found, "/dev/shm", "node1").state == the(found, "ulimits", "node1").state == "ok"
 
 
-def test_a_disk_without_room_for_the_model_is_named(hosts: Hosts, examine: Examine, served: Hub) -> None:  # noqa: F811
-    on_hub(served, 3 * GIB)
-    for host in hosts:
-        size = "16m" if host.name == "node2" else "8g"
-        host.run(["sh", "-c", f"mkdir /var/tmp/weights; mount -t tmpfs -o size={size} tmpfs /var/tmp/weights"])
-    (one,) = bad(examine(NAME, cache={"weights": "/var/tmp/weights"}))
-    assert (one.check, one.node) == ("weights", "node2")
-    assert one.found == "3.0 GiB to download, 16.0 MiB free at /var/tmp/weights"
-
-
+@pytest.mark.nightly
 def test_a_folder_that_a_node_lacks_is_named(hosts: Hosts, examine: Examine, tmp_path: Path) -> None:
     # Only this machine and, by the cluster's file system, nobody else has it.
     model = tmp_path / "model"
@@ -207,6 +189,7 @@ def test_a_folder_that_a_node_lacks_is_named(hosts: Hosts, examine: Examine, tmp
     assert rows[0].found == f"{model}: no such folder not there"
 
 
+@pytest.mark.nightly
 def test_a_time_limit_shorter_than_loading_is_named(hosts: Hosts, examine: Examine) -> None:
     model = hosts.shared / "large"
     subprocess.run(["cp", "-r", str(ROOT / "penstock" / "models" / "demo_model"), str(model)], check=True)
@@ -218,6 +201,7 @@ def test_a_time_limit_shorter_than_loading_is_named(hosts: Hosts, examine: Exami
     assert "slurm.time is 1m00s" in told
 
 
+@pytest.mark.nightly
 def test_a_penstock_that_does_not_run_on_a_node_is_named(hosts: Hosts, examine: Examine) -> None:
     folder = hosts.shared / "broken" / "msgspec"
     folder.mkdir(parents=True)
@@ -228,6 +212,7 @@ def test_a_penstock_that_does_not_run_on_a_node_is_named(hosts: Hosts, examine: 
     assert "no wheel for this machine" in one.found
 
 
+@pytest.mark.nightly
 def test_what_the_target_refuses_is_told_beside_the_rest(examine: Examine) -> None:
     """A bad partition or an impossible request: the scheduler's own word, by the target's `check`."""
     OverHosts.problems = [Problem("slurm.partition", 'no partition "gpus"', "there are: gpu, debug")]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import waiting
 
 from penstock.errors import PenstockError
 from penstock.testing.fake_engine import replies, requests, startup_log
@@ -39,7 +40,7 @@ def engine() -> Iterator[InThread]:
 
 
 def exchange(engine: InThread, method: str, path: str, body: str | bytes | None = None) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(engine.url.removeprefix("http://"), timeout=5)
+    connection = http.client.HTTPConnection(engine.url.removeprefix("http://"), timeout=waiting.left_s())
     connection.request(method, path, body, JSON if body is not None else {})
     response = connection.getresponse()
     answer = response.status, response.read()
@@ -50,7 +51,7 @@ def exchange(engine: InThread, method: str, path: str, body: str | bytes | None 
 def raw(engine: InThread, request: bytes) -> bytes:
     """What comes back on a bare socket, up to its end."""
     received = b""
-    with socket.create_connection(("127.0.0.1", int(engine.url.rpartition(":")[2])), timeout=5) as peer:
+    with socket.create_connection(("127.0.0.1", int(engine.url.rpartition(":")[2])), timeout=waiting.left_s()) as peer:
         peer.sendall(request)
         while piece := peer.recv(65536):
             received += piece

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+import waiting
 
 from penstock.errors import PenstockError
 from penstock.testing.fake_engine.requests import expected_text
@@ -38,15 +39,16 @@ def is_gone(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_idle_it_ends_at_once_with_code_0_and_takes_its_child_along(number: signal.Signals) -> None:
     with as_process("--model", "m", "--child") as engine, core_of(engine) as core:
         engine.process.send_signal(number)
-        assert engine.process.wait(60) == 0
+        assert waiting.end(engine.process) == 0
         assert is_gone(core)
         assert "Application shutdown complete." in engine.log()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("drain", [(), ("--shutdown-timeout", "0.2")])
 def test_a_stream_that_is_not_drained_in_time_ends_with_an_error(drain: tuple[str, ...]) -> None:
     with as_process(*SLOW, *drain) as engine:
@@ -55,9 +57,10 @@ def test_a_stream_that_is_not_drained_in_time_ends_with_an_error(drain: tuple[st
         engine.process.terminate()
         with pytest.raises(PenstockError, match="EngineCore encountered an issue"):
             list(stream)
-        assert engine.process.wait(60) == 0
+        assert waiting.end(engine.process) == 0
 
 
+@pytest.mark.nightly
 def test_with_a_shutdown_timeout_it_drains_and_refuses_what_is_new() -> None:
     with as_process(*SLOW, "--shutdown-timeout", "20") as engine:
         client = Client(engine.url)
@@ -70,28 +73,30 @@ def test_with_a_shutdown_timeout_it_drains_and_refuses_what_is_new() -> None:
         *_, reply = stream
         assert isinstance(reply, Reply)
         assert reply.text == expected_text("tell me a story", 40)
-        assert engine.process.wait(60) == 0
+        assert waiting.end(engine.process) == 0
 
 
+@pytest.mark.nightly
 def test_sigterm_while_loading_ends_it_or_is_ignored_as_asked() -> None:
     with as_process("--model", "m", "--load-s", "5", "--child", is_ready=False) as engine, core_of(engine) as core:
         engine.process.terminate()
-        assert engine.process.wait(60) == -signal.SIGTERM
+        assert waiting.end(engine.process) == -signal.SIGTERM
         assert is_gone(core)
     with as_process("--model", "m", "--load-s", "0.3", "--ignore-sigterm-while-loading", is_ready=False) as engine:
         engine.wait_for("Starting to load model")
         engine.process.terminate()
         engine.wait_until_ready()
         engine.process.terminate()
-        assert engine.process.wait(60) == 0
+        assert waiting.end(engine.process) == 0
 
 
+@pytest.mark.nightly
 def test_the_child_looks_like_an_engine_core_and_outlives_a_killed_parent() -> None:
     with as_process("--model", "m", "--child") as engine, core_of(engine) as core:
         engine.wait_until_ready()
         assert (core.name(), core.cmdline()) == ("VLLM::EngineCore", ["VLLM::EngineCore"])
         engine.process.kill()
-        engine.process.wait(60)
+        waiting.end(engine.process)
         assert core.is_running()
 
 
@@ -106,5 +111,5 @@ def test_the_death_of_the_child_breaks_health_and_streams_and_then_ends_the_pare
         with pytest.raises(HttpError) as seen:
             client.get_json("/health")
         assert seen.value.status == 503
-        assert engine.process.wait(60) == 1
+        assert waiting.end(engine.process) == 1
         assert "EngineDeadError" in engine.log()

@@ -7,14 +7,14 @@ import hashlib
 import json
 import os
 import sqlite3
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gateway_rig import CHAT, KEY, SSE_HEAD, Gate, Rig, Seen, chunk, hang_up, rig_with, say
 from gateway_rig import TOKEN as ADMIN
-from store_rig import Store, row, writer_of
+from store_rig import NOW, Store, row, writer_of
+from virtual_loop import advance, loop
 
 from penstock.gateway.accounting import ledger, store_writer
 from penstock.gateway.accounting.key_store import Limits
@@ -40,15 +40,9 @@ def place(tmp_path: Path) -> str:
     return str(tmp_path / "store.sqlite")
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ledger's thread looks a hundred times a second."""
-    monkeypatch.setattr(ledger, "PERIOD_S", 0.01)
-
-
 def make_key(place: str, name: str = "alice", **limits: Any) -> str:
     store = Store(place)
-    _, secret = store.keys.create(name, Limits(**limits), time.time())
+    _, secret = store.keys.create(name, Limits(**limits), NOW)
     store.close()
     return secret
 
@@ -71,7 +65,7 @@ async def rows(rig: Rig, n_rows: int = 0) -> list[dict[str, Any]]:
             kept = [dict(line) for line in connection.execute("SELECT * FROM requests ORDER BY number")]
             if len(kept) >= n_rows:
                 return kept
-            await asyncio.sleep(0.001)
+            await advance(0.001)
 
 
 async def statuses(rig: Rig, secret: str, n_requests: int, body: bytes = CHAT) -> list[int]:
@@ -90,7 +84,9 @@ async def revoke(rig: Rig, name: str) -> None:
     assert (await admin.response())[0].status == 200
 
 
-async def test_stream_is_counted_and_the_client_gets_what_it_asked_for(place: str) -> None:
+@pytest.mark.parametrize("n_bytes", [None, 1])
+async def test_stream_is_counted_and_the_client_gets_what_it_asked_for(place: str, n_bytes: int | None) -> None:
+    loop().bytes_at_once = n_bytes
     events = [ROLE, TOKEN, TOKEN, TOKEN, USAGE, DONE]
     reply = say(SSE_HEAD + b"".join(map(chunk, events)) + b"0\r\n\r\n")
     async with rig_with(reply, store=place, prices=PRICES) as (rig, engine, client):
@@ -117,9 +113,9 @@ async def test_tokens_are_counted_however_their_chunks_come(place: str) -> None:
     async def reply(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         writer.write(SSE_HEAD + chunk(ROLE))
         for n_tokens in (1, 1, 1, 3, 1, 1):  # those that come alone pass by a shorter way
-            await asyncio.sleep(0.002)
+            await advance(0.002)
             writer.write(chunk(TOKEN) * n_tokens)
-        await asyncio.sleep(0.002)
+        await advance(0.002)
         writer.write(chunk(DONE) + b"0\r\n\r\n")
         return True
 
@@ -285,7 +281,7 @@ async def test_concurrency_is_given_back_however_a_request_ends(place: str) -> N
             gone.post(STREAM, headers=bearer(secret))
             gone.writer.close()
         await rig.until(lambda view: not any(row["in_flight"] for row in view["replicas"]))
-        await asyncio.sleep(0.01)
+        await advance(0.01)
         assert await statuses(rig, secret, 1, STREAM) == [200]
 
 
@@ -296,7 +292,7 @@ async def test_concurrency_counts_bodies_that_are_arriving(place: str) -> None:
         quota = next(iter(rig.gateway.accounting.keyring.quotas().values()))
         client.writer.write(start)
         while not quota.n_bodies:
-            await asyncio.sleep(0.001)
+            await advance(0.001)
         other = await rig.client()
         other.writer.write(start)
         status, error = await other.error()
@@ -344,32 +340,29 @@ async def test_key_that_ends_while_the_body_comes_is_refused(place: str, path: s
         assert len(engine.seen) == 1
 
 
-async def test_key_expires_and_the_configs_own_key_stays_valid(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    secret = make_key(place, expires_at=time.time() + 60)
+async def test_key_expires_and_the_configs_own_key_stays_valid(place: str) -> None:
+    secret = make_key(place, expires_at=NOW + 60)
     hashes = (hashlib.sha256(KEY.encode()).hexdigest(),)
     async with rig_with(say(ANSWER), store=place, auth="keys", key_hashes=hashes) as (rig, _, _):
         assert await statuses(rig, secret, 1) == [200]
-        later = time.time() + 61
-        monkeypatch.setattr(rig.gateway.accounting, "unix", lambda: later)
+        await advance(60)
         assert await statuses(rig, secret, 1) == [401]
         assert await statuses(rig, KEY, 1) == [200]
         assert (await rows(rig, 2))[-1]["key_id"] == "first"
 
 
-async def test_keys_and_spending_of_another_process_are_seen(place: str, quick: None) -> None:
+async def test_keys_and_spending_of_another_process_are_seen(place: str) -> None:
     facts: dict[str, Any] = {"store": place, "auth": "keys", "prices": PRICES}
     async with rig_with(say(ANSWER), **facts) as (rig, _, _), rig_with(say(ANSWER), **facts) as (other, _, _):
         secret = make_key(place, budget_usd=0.05)
         while await statuses(other, secret, 1) != [200]:
-            await asyncio.sleep(0.005)
+            await advance(0.005)
         assert await statuses(other, secret, 1) == [200]
         while await statuses(rig, secret, 1) != [429]:
-            await asyncio.sleep(0.005)
+            await advance(0.005)
 
 
-async def test_locked_store_stops_no_request_and_loses_no_row(
-    place: str, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_locked_store_stops_no_request_and_loses_no_row(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.gateway.accounting.store.BUSY_S", 0.01)
     async with rig_with(say(ANSWER), store=place) as (rig, _, client):
         other = sqlite3.connect(place, isolation_level=None)
@@ -379,7 +372,7 @@ async def test_locked_store_stops_no_request_and_loses_no_row(
             client.post(CHAT)
             assert (await client.response())[0].status == 200
         while not writer_of(kept).is_failing:
-            await asyncio.sleep(0.002)
+            await advance(0.002)
         text = await client.metrics()
         assert "penstock_store_up 0\n" in text
         assert "penstock_ledger_rows_waiting 5\n" in text
@@ -389,9 +382,7 @@ async def test_locked_store_stops_no_request_and_loses_no_row(
         assert not writer_of(kept).is_failing
 
 
-async def test_full_disk_stops_no_request_and_no_revocation(
-    place: str, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_full_disk_stops_no_request_and_no_revocation(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_writer, "MAX_WAITING", 150)
     secret, revoked = make_key(place), make_key(place, "bob")
     async with rig_with(say(ANSWER), store=place, auth="keys") as (rig, _, client):
@@ -405,23 +396,24 @@ async def test_full_disk_stops_no_request_and_no_revocation(
                 b'{"model":"demo","x":"%s"}' % (b"y" * 50), headers=f"X-Request-Id: {'z' * 128}\r\n{bearer(secret)}"
             )
             assert (await client.response())[0].status == 200
+            await advance(0.1)
             n_sent += 1
         store = Store(place)
-        store.keys.revoke("bob", time.time())
+        store.keys.revoke("bob", NOW)
         store.close()
         while await statuses(rig, revoked, 1) != [401]:
-            await asyncio.sleep(0.002)
+            await advance(0.002)
             n_sent += 1
         assert writer_of(kept).is_failing
         await kept.call(lambda database: database.all("PRAGMA max_page_count = 100000"))
         while writer_of(kept).n_waiting:
-            await asyncio.sleep(0.002)
+            await advance(0.002)
         assert writer_of(kept).n_written + writer_of(kept).n_lost == n_sent
         assert len(await rows(rig)) == writer_of(kept).n_written
 
 
 @pytest.mark.parametrize("count", ["9" * 30, "-5", "9" * 4000, "1e400"])
-async def test_absurd_usage_stops_neither_the_ledger_nor_keys(place: str, quick: None, count: str) -> None:
+async def test_absurd_usage_stops_neither_the_ledger_nor_keys(place: str, count: str) -> None:
     secret = make_key(place, tpm=10**5, budget_usd=1e3)
     usage = b'{"usage":{"prompt_tokens":1,"completion_tokens":%s}}' % count.encode()
     deep = b'{"choices":[%s],"usage":{"prompt_tokens":1}}' % (b"[" * 3000 + b"]" * 3000)
@@ -434,14 +426,14 @@ async def test_absurd_usage_stops_neither_the_ledger_nor_keys(place: str, quick:
         assert await statuses(rig, secret, 1, STREAM) == [200], "it cost neither its budget nor its tokens"
         assert not writer_of(ledger_of(rig)).is_failing
         store = Store(place)
-        store.keys.revoke("alice", time.time())
+        store.keys.revoke("alice", NOW)
         store.close()
         while await statuses(rig, secret, 1) != [401]:
-            await asyncio.sleep(0.002)
+            await advance(0.002)
 
 
 @pytest.mark.parametrize("n_choices", [1, 1024])
-async def test_absurd_limit_of_tokens_is_answered(place: str, quick: None, n_choices: int) -> None:
+async def test_absurd_limit_of_tokens_is_answered(place: str, n_choices: int) -> None:
     secret = make_key(place, tpm=1000)
     body = b'{"model":"demo","n":%d,"max_tokens":%s}' % (n_choices, b"9" * 400)
     async with rig_with(say(ANSWER), store=place, auth="keys") as (rig, _, _):
@@ -468,10 +460,10 @@ def test_row_that_can_never_be_stored_is_dropped_and_counted(place: str, n_rows:
 
 async def until_failing(rig: Rig, is_failing: bool) -> None:
     while writer_of(ledger_of(rig)).is_failing != is_failing:
-        await asyncio.sleep(0.002)
+        await advance(0.002)
 
 
-async def test_store_that_is_replaced_is_opened_again(place: str, quick: None, tmp_path: Path) -> None:
+async def test_store_that_is_replaced_is_opened_again(place: str, tmp_path: Path) -> None:
     secret, new = make_key(place), make_key(str(tmp_path / "new.sqlite"), "bob")
     async with rig_with(say(ANSWER), store=place, auth="keys") as (rig, _, _):
         assert await statuses(rig, secret, 2) == [200, 200]
@@ -489,13 +481,13 @@ async def test_store_that_is_replaced_is_opened_again(place: str, quick: None, t
 
 
 @pytest.mark.parametrize("part", [0.0, 0.5])
-async def test_store_that_is_cut_short_is_noticed(place: str, quick: None, tmp_path: Path, part: float) -> None:
+async def test_store_that_is_cut_short_is_noticed(place: str, tmp_path: Path, part: float) -> None:
     secret = make_key(place)
     async with rig_with(say(ANSWER), store=place, auth="keys") as (rig, _, client):
         assert await statuses(rig, secret, 1) == [200]
         await rows(rig, 1)
         await ledger_of(rig).call(lambda database: database.compact())  # which makes the file smaller too
-        await asyncio.sleep(0.03)
+        await advance(0.03)
         assert not writer_of(ledger_of(rig)).is_failing
         os.truncate(place, int(Path(place).stat().st_size * part))
         await until_failing(rig, True)
@@ -503,7 +495,7 @@ async def test_store_that_is_cut_short_is_noticed(place: str, quick: None, tmp_p
         assert "penstock_store_up 0\n" in await client.metrics(bearer(ADMIN))
 
 
-async def test_busy_turn_is_folded_and_a_calm_one_unfolds_it(place: str, quick: None) -> None:
+async def test_busy_turn_is_folded_and_a_calm_one_unfolds_it(place: str) -> None:
     kept = ledger.Ledger(place, new_totals())
     for _ in range(2 * FOLD_ROWS):
         kept.add(row(kept.next_number()))
@@ -513,7 +505,7 @@ async def test_busy_turn_is_folded_and_a_calm_one_unfolds_it(place: str, quick: 
     assert other.execute(counts).fetchone() == (0, 1)
     kept.start(lambda news: None)
     while other.execute(counts).fetchone() != (2 * FOLD_ROWS, 0):
-        await asyncio.sleep(0.002)
+        await advance(0.002)
     other.close()
     await kept.stop()
 
@@ -539,20 +531,20 @@ def test_rows_that_come_while_a_turn_writes_are_the_next_turns(place: str, monke
     kept.close()
 
 
-async def test_gateway_prunes_old_rows_and_a_budget_stays_spent(place: str, quick: None) -> None:
+async def test_gateway_prunes_old_rows_and_a_budget_stays_spent(place: str) -> None:
     secret = make_key(place, budget_usd=0.0005)
     store = Store(place)
     key_id = store.keys.find("alice").id
     # Requests of this month that cost too much, so old that they are pruned.
     old = [row(number, at=86400.0 * 3, key_id=key_id, model="demo", cost_usd=1.0) for number in (1, 2)]
     store.usage.add_rows("old", old)
-    store.database.execute("UPDATE spend SET month = ?", (month_of(time.time()),))
+    store.database.execute("UPDATE spend SET month = ?", (month_of(NOW),))
     store.close()
     async with rig_with(say(ANSWER), store=place, auth="keys", ledger_days=30) as (rig, _, client):
         client.post(CHAT, headers=bearer(secret))
         assert (await client.error())[1]["code"] == "insufficient_quota"
         while len(await rows(rig)) != 1:
-            await asyncio.sleep(0.002)
+            await advance(0.002)
         usage = await ledger_of(rig).call(lambda database: UsageStore(database).usage(("day", "state")))
         assert [(line.group[1], line.n_requests) for line in usage] == [("complete", 2), ("refused", 1)]
         assert usage[0].group[0] == "1970-01-04"

@@ -17,17 +17,14 @@ from gateway_rig import (
     Gate,
     Rig,
     Seen,
-    both_loops,
     chunk,
     echo,
     error_of,
     rig_with,
 )
+from virtual_loop import advance
 
-from penstock.gateway.connections import listener
 from penstock.wire.http1 import END
-
-pytestmark = both_loops
 
 
 async def test_leaving_client_closes_the_engine_connection() -> None:
@@ -72,7 +69,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing() -> None:
     async def slow(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         writer.write(SSE_HEAD)
         for _ in range(5):
-            await asyncio.sleep(0.001)
+            await advance(0.001)
             writer.write(chunk(EVENTS[0]))
         writer.write(chunk(EVENTS[2]) + b"0\r\n\r\n")
         return True
@@ -81,7 +78,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing() -> None:
         for _ in range(4):
             client = await rig.client()
             client.post(STREAM)
-            await asyncio.sleep(chance.random() * 0.008)
+            await advance(chance.random() * 0.008)
             client.writer.transport.abort()
 
     async with rig_with(slow) as (rig, engine, _):
@@ -89,13 +86,11 @@ async def test_clients_that_leave_at_any_moment_leave_nothing() -> None:
         await asyncio.gather(*(come_and_go(rig, random.Random(seed)) for seed in range(10)))
         context = rig.gateway._context
         while sum(context.counters.outcomes.values()) < 40:
-            await asyncio.sleep(0.001)
+            await advance(0.001)
         assert (context.under_way, context.queue.waiting, context.replicas.in_flight_total) == (set(), 0, 0)
 
 
-async def test_stopping_gateway_finishes_requests_and_takes_no_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "HANDSHAKES_S", 0.005)
-    monkeypatch.setattr(listener, "GRACE_S", 0.01)
+async def test_stopping_gateway_finishes_requests_and_takes_no_connections() -> None:
     gate = Gate(SSE_HEAD, chunk(EVENTS[2]) + b"0\r\n\r\n")
     async with rig_with(gate.reply, drain_s=5.0) as (rig, _, client):
         idle, late, held = await rig.client(), await rig.client(), await rig.client()
@@ -107,7 +102,7 @@ async def test_stopping_gateway_finishes_requests_and_takes_no_connections(monke
         await rig.until(lambda view: view["waiting"] == 1)
         port = rig.gateway.public.port
         stopping = asyncio.ensure_future(rig.stop())
-        await asyncio.sleep(0.001)
+        await advance(0.001)
         assert (await late.get("/health").response())[0].get(b"connection") == b"close"
         assert await idle.is_closed()
         with pytest.raises(OSError):
@@ -167,4 +162,4 @@ async def test_met_deadline_leaves_nothing() -> None:
     async with rig_with(echo) as (_, _, client):
         for headers in ("X-Request-Timeout: 10ms\r\n", ""):
             assert (await client.post(CHAT, headers=headers).response())[1] == CHAT
-            await asyncio.sleep(0.02)
+            await advance(0.02)

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_rig import SSE_HEAD, STREAM, Client, Gate, Rig, both_loops, chunk, hang_up, rig_with, say
-from store_rig import Store
+from gateway_rig import SSE_HEAD, STREAM, Client, Gate, Rig, chunk, hang_up, rig_with, say
+from store_rig import NOW, Store
 
 from penstock.chat.failures import Failure, failure_of
 from penstock.errors import PenstockError
-from penstock.gateway import waiting_streams
 from penstock.gateway.accounting.key_store import Limits
 from penstock.gateway.config import ServedModel
 from penstock.spec.gateway import QueueBounds
 from penstock.wire.answers import HttpError, StreamReader, http_error
 from penstock.wire.http1 import END
 
-pytestmark = both_loops
 VLLM = json.loads((Path(__file__).parent / "golden" / "vllm-0.32.0" / "errors.json").read_text("utf-8"))
 TOO_LONG = json.dumps(VLLM["chat too long"]["body"]).encode()
 # vllm/v1/engine/exceptions.py, as `engine_died.sse` has it; xllamacpp 2026.10, asked with a prompt of 6013 tokens.
@@ -66,7 +63,7 @@ async def failure(client: Client, head: Any = None) -> Failure:
 
 def key(place: str, **limits: Any) -> str:
     store = Store(place)
-    _, secret = store.keys.create("ann", Limits(**limits), time.time())
+    _, secret = store.keys.create("ann", Limits(**limits), NOW)
     store.close()
     return f"Authorization: Bearer {secret}\r\n"
 
@@ -116,10 +113,7 @@ ENGINE = [
 
 
 @pytest.mark.parametrize(("reply", "kind", "text"), ENGINE)
-async def test_what_an_engine_refuses_or_breaks_off(
-    monkeypatch: pytest.MonkeyPatch, reply: bytes, kind: str, text: str
-) -> None:
-    monkeypatch.setattr("penstock.gateway.retries.FAILED_AGAIN_S", 0.001)
+async def test_what_an_engine_refuses_or_breaks_off(reply: bytes, kind: str, text: str) -> None:
     async with rig_with(say(reply, then_close=True)) as (_, _, client):
         told = await failure(client.post(STREAM))
     assert (told.kind, told.text[: len(text)]) == (kind, text)
@@ -137,11 +131,7 @@ async def test_a_lost_engine_before_the_first_byte_and_a_lost_gateway() -> None:
 
 
 @pytest.mark.parametrize(("reply", "kind", "text"), ENGINE[:6])
-async def test_what_an_engine_refuses_after_the_client_heard_comments(
-    monkeypatch: pytest.MonkeyPatch, reply: bytes, kind: str, text: str
-) -> None:
-    monkeypatch.setattr(waiting_streams, "PROGRESS_FIRST_S", 0.001)
-    monkeypatch.setattr("penstock.gateway.retries.FAILED_AGAIN_S", 0.001)
+async def test_what_an_engine_refuses_after_the_client_heard_comments(reply: bytes, kind: str, text: str) -> None:
     async with Rig() as rig:
         client = (await rig.client()).post(STREAM, headers="x-penstock-progress: 1\r\n")
         head = await client.event()
@@ -151,9 +141,8 @@ async def test_what_an_engine_refuses_after_the_client_heard_comments(
     assert (told.kind, told.text[: len(text)]) == (kind, text)
 
 
-async def test_no_replica_in_time_after_the_client_heard_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting_streams, "PROGRESS_FIRST_S", 0.001)
-    async with Rig(hold_s=0.01) as rig:
+async def test_no_replica_in_time_after_the_client_heard_comments() -> None:
+    async with Rig(hold_s=1.0) as rig:
         told = await failure((await rig.client()).post(STREAM, headers="x-penstock-progress: 1\r\n"))
     assert told.kind == "overload"
     assert told.text == "Model 'demo' has no replica that takes requests now. Try again in a moment."

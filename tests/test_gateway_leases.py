@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
 
 import pytest
+import waiting
 from gateway_rig import (
     CHAT,
     DONE,
@@ -16,28 +16,25 @@ from gateway_rig import (
     STREAM,
     Client,
     Gate,
-    LoopFactory,
     Rig,
     Seen,
-    both_loops,
     chunk,
     echo,
     error_of,
     rig_with,
+    run,
     say,
 )
 from hosts import Hosts
+from virtual_loop import advance, loop
 
-from penstock.gateway import waiting_streams
-from penstock.gateway.config import Address
-from penstock.gateway.connections.engine import UpstreamConnection
-from penstock.gateway.routing import replicas, static_upstreams
-from penstock.gateway.routing.replicas import Replica
+from penstock.gateway.routing import replicas
+from penstock.gateway.routing.replicas import SILENT_S
+from penstock.gateway.routing.static_upstreams import PROBE_TIMEOUT_S
+from penstock.gateway.waiting_streams import KEEP_ALIVE
 from penstock.spec.gateway import QueueBounds
 from penstock.wire.http1 import END, ResponseHead
 from penstock.wire.waiting import Waiting, write_comment
-
-pytestmark = both_loops
 
 
 async def test_request_is_held_until_a_replica_is_announced() -> None:
@@ -84,63 +81,53 @@ async def test_request_survives_the_end_of_its_replicas_lease() -> None:
         assert (await client.response())[1:] == (EVENTS[2], True)
 
 
-async def test_stream_of_a_silent_machine_ends_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stream_of_a_silent_machine_ends_with_its_name() -> None:
     async def reply(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         if seen.head.path == b"/health":
             return answers and await echo(seen, reader, writer)
         writer.write(SSE_HEAD + chunk(EVENTS[0]))
         return True
 
-    async def connect(address: Address) -> UpstreamConnection:
-        if not is_on:
-            await asyncio.sleep(1)
-        return await original(address)
-
-    async def probe() -> Replica:
-        while not rig.gateway._context.replicas.lapsed_at_work(time.monotonic()):
-            await asyncio.sleep(0.001)
-        rig.gateway._lapsed_probes.start_due(time.monotonic())
-        while rig.gateway._lapsed_probes._tasks:
-            await asyncio.sleep(0.001)
+    def silent_since() -> float | None:
         replica = rig.gateway._context.replicas.find("0")
         assert replica is not None
-        return replica
+        return replica.silent_since
 
-    monkeypatch.setattr(replicas, "SILENT_S", 0.01)
-    monkeypatch.setattr(static_upstreams, "PROBE_TIMEOUT_S", 0.01)
+    answers, second_s = True, 1 + PROBE_TIMEOUT_S
     async with rig_with(reply) as (rig, engine, client):
         client.post(STREAM)
         await client.event()
         assert await client.event() == EVENTS[0]
-        look_after, pool = rig.gateway._context.look_after, rig.gateway._context.pool
-        original, is_on, answers = pool.connect, False, True
-        monkeypatch.setattr(pool, "connect", connect)
+        machine = loop().listening[engine.port]
         await rig.announce("0", engine.url, lease_s=0.001, host="gpu7")
-        assert (await probe()).silent_since is not None
-        is_on = True
-        assert (await probe()).silent_since is None
+        assert silent_since() is None
+        machine.is_off = True
+        await advance(second_s)
+        assert silent_since() is not None
+        machine.is_off = False
+        await advance(second_s)
+        assert silent_since() is None
         answers = False
-        assert (await probe()).silent_since is None, "a busy engine is not silent"
-        look_after(time.monotonic() + 1)
-        is_on = False
-        assert (await probe()).silent_since is not None
-        look_after(time.monotonic() + 1)
-        assert error_of(await client.event())["message"].startswith("machine gpu7 of replica 0 does not answer")
-        assert await client.event() is END
+        await advance(second_s)
+        assert silent_since() is None, "a busy engine is not silent"
+        machine.is_off = True
+        off_at = loop().time()
+        body = await rest(client)
+        assert SILENT_S <= loop().time() - off_at <= SILENT_S + second_s
+        assert error_of(body.replace(KEEP_ALIVE, b""))["message"].startswith("machine gpu7 of replica 0 does not")
 
 
 @pytest.mark.hosts
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_short_cut_loses_nothing_and_a_machine_that_is_off_ends_its_stream(
-    loop_factory: LoopFactory, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packets are dropped both ways. The times are a tenth of the real ones."""
     monkeypatch.setattr(replicas, "SILENT_S", 4.0)
     host = hosts["node1"]
     engine = ["--model", "demo", "--host", host.address, "--port", "9000", "--ttft-s", "0", "--tokens-per-s", "20"]
     host.popen([sys.executable, "-m", "penstock.testing.fake_engine", *engine, "--max-model-len", "32768"])
-    while not host.listens(9000):
-        time.sleep(0.1)
+    waiting.until(lambda: host.listens(9000), "the engine listens")
 
     async def ask(rig: Rig, n_tokens: int) -> asyncio.Task[tuple[ResponseHead, bytes, bool]]:
         body = {"model": "demo", "stream": True, "max_tokens": n_tokens, "messages": [{"role": "user", "content": "a"}]}
@@ -153,10 +140,10 @@ def test_short_cut_loses_nothing_and_a_machine_that_is_off_ends_its_stream(
             url = f"http://{host.address}:9000"
             await rig.announce("0", url)
             short, endless = await ask(rig, 60), await ask(rig, 4000)
-            await asyncio.sleep(1)
+            await advance(1)
             await rig.announce("0", url, lease_s=1, host="node1")
             host.cut()
-            await asyncio.sleep(2.5)
+            await advance(2.5)
             host.mend()
             _, body, is_whole = await short
             assert (body.count(b"data: "), is_whole, body.endswith(DONE)) == (62, True, True)
@@ -165,8 +152,7 @@ def test_short_cut_loses_nothing_and_a_machine_that_is_off_ends_its_stream(
             assert is_whole
             assert "machine node1 of replica 0 does not answer" in body.decode()
 
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(asyncio.wait_for(test(), 60))
+    run(asyncio.new_event_loop, test())
 
 
 async def test_drained_replica_finishes_and_gets_nothing_new() -> None:
@@ -189,12 +175,6 @@ async def test_drained_replica_finishes_and_gets_nothing_new() -> None:
         assert (await rig.view())["replicas"] == []
 
 
-@pytest.fixture
-def talkative(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting_streams, "QUIET_S", 0.005)
-    monkeypatch.setattr(waiting_streams, "COMMENT_EVERY_S", 0.005)
-
-
 async def held(rig: Rig) -> Client:
     await rig.announce("0", None, "loading", progress={"stage": "weights", "fraction": 0.45, "eta_s": 12})
     client = await rig.client()
@@ -214,7 +194,7 @@ async def rest(client: Client) -> bytes:
     return body.replace(b": penstock loading 45% 12s\n\n", b"")
 
 
-async def test_held_stream_hears_of_progress_and_then_its_engine(talkative: None) -> None:
+async def test_held_stream_hears_of_progress_and_then_its_engine() -> None:
     async with Rig() as rig:
         client = await held(rig)
         engine = await rig.engine(say(SSE_HEAD + b"".join(map(chunk, EVENTS)) + b"0\r\n\r\n"))
@@ -231,9 +211,7 @@ async def test_held_stream_hears_of_progress_and_then_its_engine(talkative: None
         *((start, b'"source":"gateway"') for start in (SSE_HEAD + chunk(EVENTS[0]), SSE_HEAD, b"")),
     ],
 )
-async def test_refusal_or_death_after_a_held_stream_began_is_an_event(
-    talkative: None, reply: bytes, expected: bytes
-) -> None:
+async def test_refusal_or_death_after_a_held_stream_began_is_an_event(reply: bytes, expected: bytes) -> None:
     async with Rig() as rig:
         client = await held(rig)
         await rig.engine(say(reply, then_close=True))
@@ -242,18 +220,14 @@ async def test_refusal_or_death_after_a_held_stream_began_is_an_event(
         assert body.endswith(DONE)
 
 
-async def test_held_stream_without_a_replica_ends_with_an_event(talkative: None) -> None:
-    async with Rig(hold_s=0.05) as rig:
+async def test_held_stream_without_a_replica_ends_with_an_event() -> None:
+    async with Rig() as rig:
         body = await rest(await held(rig))
         assert error_of(body)["code"] == "no_replica"
         assert body.endswith(DONE)
 
 
-async def test_a_client_that_asks_for_it_hears_its_progress_its_place_and_its_replica(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(waiting_streams, "PROGRESS_FIRST_S", 0.005)
-    monkeypatch.setattr(waiting_streams, "PROGRESS_EVERY_S", 0.005)
+async def test_a_client_that_asks_for_it_hears_its_progress_its_place_and_its_replica() -> None:
     async with Rig() as rig:
         progress = {"stage": "weights", "shards_done": 17, "shards_total": 30, "fraction": 0.45}
         await rig.announce("0", None, "loading", progress=progress)
@@ -287,7 +261,7 @@ async def test_requests_beyond_the_replicas_limit_wait_in_the_gateway() -> None:
         for n, (other, body) in enumerate(zip(waiting, bodies, strict=True), 1):
             other.post(body)
             while (await rig.view())["waiting"] != n:
-                await asyncio.sleep(0.001)
+                await advance(0.001)
         engine.reply = echo
         gate.opened.set()
         for other, body in zip(waiting, bodies, strict=True):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from store_rig import Store, postgres, writer_of
+from store_rig import Store, writer_of
 
 from penstock.errors import PenstockError
 from penstock.gateway.accounting import quota_sync
@@ -18,8 +18,6 @@ from penstock.gateway.accounting.quota import Quota
 from penstock.gateway.accounting.quota_sync import QuotaSync
 from penstock.gateway.accounting.running_totals import new_totals
 from penstock.gateway.accounting.usage_store import UsageStore
-
-__all__ = ["postgres"]  # the fixture
 
 
 class Shelf:
@@ -228,11 +226,9 @@ def test_gateways_that_are_silent_for_a_day_are_forgotten(monkeypatch: pytest.Mo
     assert a.let_in(0.0, 100) >= 50
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "sqlite":
-        return str(tmp_path / "store.sqlite")
-    return str(request.getfixturevalue("postgres"))
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    return str(tmp_path / "store.sqlite")
 
 
 def test_two_ledgers_sync_totals_by_their_store(place: str) -> None:
@@ -257,22 +253,3 @@ def test_two_ledgers_sync_totals_by_their_store(place: str) -> None:
     store.close()
     for ledger in ledgers:
         ledger.close()
-
-
-@pytest.mark.postgres
-def test_ledger_finds_a_postgres_that_went_away_again(postgres: str) -> None:
-    totals, store = new_totals(), Store(postgres)
-    ledger = Ledger(postgres, totals)
-    totals["key:k:requests"].own = 1
-    ledger._turn()
-    pids = (
-        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND datname IS NOT NULL"
-    )
-    store.database.all(pids)
-    failures = []
-    for _ in range(2):
-        ledger._turn()
-        failures.append(writer_of(ledger).is_failing)
-    assert failures == [True, False]
-    ledger.close()
-    store.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from gateway_rig import (
     CHAT,
@@ -12,25 +10,18 @@ from gateway_rig import (
     STREAM,
     Client,
     Gate,
-    Rig,
-    both_loops,
     chunk,
     error_of,
     rig_with,
     say,
 )
+from virtual_loop import advance, loop
 
-from penstock.gateway.routing import replicas
+from penstock.gateway.routing.replicas import STALL_S
 from penstock.gateway.waiting_streams import KEEP_ALIVE, KEEP_ALIVE_S
 from penstock.wire.http1 import END, ResponseHead
 
-pytestmark = both_loops
-
 TOKEN_EVENT = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'
-
-
-def look(rig: Rig, after_s: float) -> None:
-    rig.gateway._context.look_after(time.monotonic() + after_s)
 
 
 async def begun(client: Client) -> ResponseHead:
@@ -52,25 +43,24 @@ async def hears(client: Client, *pieces: bytes, is_end: bool = False) -> None:
 @pytest.mark.parametrize("events", [EVENTS, (TOKEN_EVENT, TOKEN_EVENT, EVENTS[2])])
 async def test_a_client_hears_of_a_silence_between_events(events: tuple[bytes, ...]) -> None:
     gate = Gate(SSE_HEAD + chunk(events[0]) + chunk(events[1]), chunk(events[2]) + b"0\r\n\r\n")
-    async with rig_with(gate.reply) as (rig, _, client):
+    async with rig_with(gate.reply) as (_, _, client):
         client.post(STREAM)
         await begun(client)
         await hears(client, *events[:2])
-        look(rig, KEEP_ALIVE_S - 1)
-        look(rig, KEEP_ALIVE_S + 1)
-        look(rig, KEEP_ALIVE_S + 2)
-        look(rig, 2 * KEEP_ALIVE_S + 2)
-        await hears(client, KEEP_ALIVE, KEEP_ALIVE)
+        for _ in range(2):
+            began_at = loop().time()
+            await hears(client, KEEP_ALIVE)
+            assert loop().time() - began_at == KEEP_ALIVE_S
         gate.opened.set()
         await hears(client, events[2], is_end=True)
 
 
 async def test_a_stream_that_the_engine_has_not_begun_begins_with_the_first_word() -> None:
     gate = Gate(b"", SSE_HEAD + chunk(EVENTS[0]) + chunk(EVENTS[2]) + b"0\r\n\r\n")
-    async with rig_with(gate.reply) as (rig, engine, client):
+    async with rig_with(gate.reply) as (_, engine, client):
         client.post(STREAM, headers="Accept-Encoding: gzip\r\n")
         await gate.reached.wait()
-        look(rig, KEEP_ALIVE_S + 1)
+        await advance(KEEP_ALIVE_S)
         assert (await begun(client)).get(b"x-penstock-replica") == b"none"
         await hears(client, KEEP_ALIVE)
         gate.opened.set()
@@ -89,7 +79,7 @@ async def lose_or_refuse(gate: Gate, is_refused: bool) -> None:
     async with rig_with(gate.reply) as (rig, _, client):
         client.post(STREAM)
         await gate.reached.wait()
-        look(rig, KEEP_ALIVE_S + 1)
+        await advance(KEEP_ALIVE_S)
         await begun(client)
         await hears(client, KEEP_ALIVE)
         await rig.engine(say(SSE_HEAD + chunk(EVENTS[2]) + b"0\r\n\r\n"), "1")
@@ -103,24 +93,24 @@ async def lose_or_refuse(gate: Gate, is_refused: bool) -> None:
 
 async def test_nothing_is_put_into_half_an_event_or_into_another_answer() -> None:
     gate = Gate(SSE_HEAD + chunk(EVENTS[0][:5]), chunk(EVENTS[0][5:] + EVENTS[2]) + b"0\r\n\r\n")
-    async with rig_with(gate.reply) as (rig, _, client):
+    async with rig_with(gate.reply) as (_, _, client):
         client.post(STREAM)
         await begun(client)
         await hears(client, EVENTS[0][:5])
-        look(rig, KEEP_ALIVE_S + 1)
+        await advance(KEEP_ALIVE_S)
         gate.opened.set()
         await hears(client, EVENTS[0][5:] + EVENTS[2], is_end=True)
     length = len(EVENTS[0] + EVENTS[2])
     whole = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n" % length
     for body, before in ((CHAT, b""), (STREAM, whole + EVENTS[0])):
         gate = Gate(before, EVENTS[2] if before else whole + EVENTS[0] + EVENTS[2])
-        async with rig_with(gate.reply) as (rig, _, client):
+        async with rig_with(gate.reply) as (_, _, client):
             client.post(body)
             await gate.reached.wait()
             if before:
                 await begun(client)
                 await hears(client, EVENTS[0])
-            look(rig, KEEP_ALIVE_S + 1)
+            await advance(KEEP_ALIVE_S)
             gate.opened.set()
             if before:
                 await hears(client, EVENTS[2], is_end=True)
@@ -128,15 +118,14 @@ async def test_nothing_is_put_into_half_an_event_or_into_another_answer() -> Non
                 assert (await client.response())[1:] == (EVENTS[0] + EVENTS[2], True)
 
 
-async def test_an_http_10_client_hears_it_without_framing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_http_10_client_hears_it_without_framing() -> None:
     gate = Gate(SSE_HEAD + chunk(EVENTS[0]), chunk(EVENTS[2]) + b"0\r\n\r\n")
     async with rig_with(gate.reply) as (rig, engine, client):
         client.writer.write(b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(STREAM) + STREAM)
         await begun(client)
         await hears(client, EVENTS[0])
-        look(rig, KEEP_ALIVE_S + 1)
+        await advance(KEEP_ALIVE_S)
         await hears(client, KEEP_ALIVE)
-        monkeypatch.setattr(replicas, "STALL_S", 0.01)
         await rig.announce("0", engine.url, load={"running": 0})
-        look(rig, 1)
+        await hears(client, *[KEEP_ALIVE] * int((STALL_S - 1) / KEEP_ALIVE_S))
         assert error_of(await client.event())["message"].startswith("no byte for ")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from gateway_rig import CHAT, EVENTS, SSE_HEAD, STREAM, Gate, Rig, both_loops, chunk, echo, rig_with, say
+from gateway_rig import CHAT, EVENTS, SSE_HEAD, STREAM, Gate, Rig, chunk, echo, rig_with, say
 
-from penstock.gateway import waiting_streams
 from penstock.gateway.config import Slo
 from penstock.gateway.metrics import GAP_S, LATENCY_S, Counters, add_distributions, distributions, with_bound
 from penstock.wire import prometheus
 from penstock.wire.http1 import END
-
-pytestmark = both_loops
 
 WHOLE = SSE_HEAD + b"".join(map(chunk, EVENTS)) + b"0\r\n\r\n"
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":5}}\n\n'
@@ -64,10 +61,8 @@ async def test_time_per_output_token_goes_by_the_tokens_of_the_usage(tmp_path: o
         assert float(per_token.rpartition(" ")[2]) == pytest.approx(float(gap.rpartition(" ")[2]) / 4)
 
 
-async def test_comments_of_a_held_stream_are_not_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting_streams, "QUIET_S", 0.0)
-    monkeypatch.setattr(waiting_streams, "COMMENT_EVERY_S", 0.001)
-    async with Rig() as rig:
+async def test_comments_of_a_held_stream_are_not_its_first_token() -> None:
+    async with Rig(hold_s=60.0) as rig:
         client = await rig.client()
         client.post(STREAM)
         for _ in range(3):

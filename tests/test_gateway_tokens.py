@@ -6,7 +6,8 @@ import asyncio
 import random
 
 import pytest
-from gateway_rig import DONE, SSE_HEAD, STREAM, Seen, both_loops, chunk, rig_with
+from gateway_rig import DONE, SSE_HEAD, STREAM, Seen, chunk, rig_with
+from virtual_loop import advance
 
 from penstock.gateway.accounting.token_usage import is_token_chunk
 from penstock.gateway.connections.engine import UpstreamConnection
@@ -57,7 +58,6 @@ def test_histogram_counts_many_values_as_it_counts_one(n_values: int) -> None:
     assert many.sum == pytest.approx(one.sum)
 
 
-@both_loops
 @pytest.mark.parametrize("is_whole", [True, False])
 async def test_stream_keeps_its_bytes_its_count_and_its_end(monkeypatch: pytest.MonkeyPatch, is_whole: bool) -> None:
     n_short = 0
@@ -74,7 +74,7 @@ async def test_stream_keeps_its_bytes_its_count_and_its_end(monkeypatch: pytest.
     async def reply(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         for piece in pieces + ([chunk(DONE) + b"0\r\n\r\n"] if is_whole else []):
             writer.write(piece)
-            await asyncio.sleep(0.002)
+            await advance(0.002)
         return is_whole
 
     monkeypatch.setattr(UpstreamConnection, "pass_tokens", count)

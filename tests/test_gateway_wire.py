@@ -1,56 +1,28 @@
-"""Unix sockets, TLS, limits, engines that nobody announces: a gateway on real sockets in one event loop."""
+"""Limits, pipelined requests, engines that nobody announces; sockets and certificates that cannot be used."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import json
 import resource
-import ssl
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gateway_rig import CHAT, Client, Engine, LoopFactory, Rig, Seen, both_loops, echo, rig_with
+from gateway_rig import CHAT, Client, Engine, Rig, Seen, echo, rig_with
+from virtual_loop import advance, loop
 
 from penstock.errors import UserError
 from penstock.gateway.connections import listener
-from penstock.gateway.connections.client import FREE_BODY_BYTES, ClientConnection
+from penstock.gateway.connections.client import FREE_BODY_BYTES
 from penstock.gateway.connections.listener import open_socket, open_tls
-from penstock.gateway.routing import static_upstreams
 from penstock.spec.gateway import Limits, Upstream
 from penstock.text import KIB
 
-pytestmark = both_loops
 
-
-async def test_clients_and_engines_on_unix_sockets(tmp_path: Path) -> None:
-    listen, behind = tmp_path / "gateway.sock", tmp_path / "engine.sock"
-    engine = Engine(echo)
-    engine.server = await asyncio.start_unix_server(engine._serve, behind)
-    async with Rig(listen=f"unix:{listen}", admin=f"unix:{tmp_path}/admin.sock") as rig:
-        assert listen.stat().st_mode & 0o777 == 0o600
-        admin = Client(*await asyncio.open_unix_connection(tmp_path / "admin.sock"))
-        body = b'{"replica":"0","model":"demo","state":"ready","lease_s":30,"url":"unix:%s"}' % bytes(behind)
-        assert (await admin.post(body, "/admin/announce", "Authorization: Bearer admin-token\r\n").response())[
-            0
-        ].status == 200
-        client = Client(*await asyncio.open_unix_connection(listen))
-        head, got, _ = await client.post(CHAT).response()
-        assert (head.status, got) == (200, CHAT)
-        assert engine.seen[0].head.get(b"host") == b"localhost"
-        for each in (client, admin):
-            each.writer.close()
-        assert rig.gateway.public.port == 0
-    await engine.stop()
-
-
-def test_a_unix_socket_left_behind_is_replaced_and_a_living_one_is_not(
-    loop_factory: LoopFactory, tmp_path: Path
-) -> None:
+def test_a_unix_socket_left_behind_is_replaced_and_a_living_one_is_not(tmp_path: Path) -> None:
     path = tmp_path / "a.sock"
     open_socket((f"unix:{path}", 0)).close()
     assert path.exists()
@@ -62,35 +34,7 @@ def test_a_unix_socket_left_behind_is_replaced_and_a_living_one_is_not(
     assert (tmp_path / "file").read_text() == "mine"
 
 
-async def test_tls_clients_speak_http_11_and_others_are_let_go(certificate: tuple[Path, Path]) -> None:
-    cert, key = certificate
-    trusts = ssl.create_default_context(cafile=str(cert))
-    trusts.set_alpn_protocols(["h2", "http/1.1"])
-    async with Rig(tls_cert=str(cert), tls_key=str(key)) as rig:
-        await rig.engine(echo)
-        streams = await asyncio.open_connection(
-            "127.0.0.1", rig.gateway.public.port, ssl=trusts, server_hostname="localhost"
-        )
-        client = Client(*streams)
-        assert streams[1].get_extra_info("ssl_object").selected_alpn_protocol() == "http/1.1"
-        for _ in range(2):
-            assert (await client.post(CHAT).response())[1] == CHAT
-        client.writer.write(b"GET / HTTP/1.1\nHost: a\n\n")
-        assert (await client.response())[0].status == 400
-        client.writer.transport.abort()
-        plain = await rig.client()
-        plain.get("/health")
-        with contextlib.suppress(ConnectionError):
-            assert b"HTTP" not in await plain.reader.read(100)
-        old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
-        with pytest.warns(DeprecationWarning):
-            old.maximum_version = ssl.TLSVersion.TLSv1_1
-        with pytest.raises((ssl.SSLError, ConnectionError)):
-            await asyncio.open_connection("127.0.0.1", rig.gateway.public.port, ssl=old)
-
-
-def test_a_certificate_that_does_not_serve_is_refused_in_words(loop_factory: LoopFactory, tmp_path: Path) -> None:
+def test_a_certificate_that_does_not_serve_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "bad.pem").write_text("nonsense")
     for name in ("bad.pem", "absent.pem"):
         with pytest.raises(UserError, match="cannot use certificate"):
@@ -133,7 +77,7 @@ async def test_bodies_that_are_arriving_have_one_budget(monkeypatch: pytest.Monk
             client = await rig.client()
             client.writer.write(start)
             while public._n_body_bytes < n_bodies * (size - len(rest) - FREE_BODY_BYTES):
-                await asyncio.sleep(0.001)
+                await advance(0.001)
             return client
 
         first, second, third = [await begin(n + 1) for n in range(3)]
@@ -186,11 +130,11 @@ async def test_a_full_table_of_files_is_not_the_replicas_failure(monkeypatch: py
             patch.setattr(server, "_sock", SimpleNamespace(accept=full, fileno=server._sock.fileno))
             waiting = await rig.client()
             while len(errors) < 2:
-                await asyncio.sleep(0.001)
+                await advance(0.001)
         assert (await waiting.get("/health").response())[0].status == 200
 
 
-def test_connections_fit_into_the_files_that_are_allowed(loop_factory: LoopFactory) -> None:
+def test_connections_fit_into_the_files_that_are_allowed() -> None:
     n_files = listener.raise_file_limit()
     assert n_files == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     assert listener.fit_connections(Limits(), 1_000_000).n_connections == Limits().n_connections
@@ -198,42 +142,28 @@ def test_connections_fit_into_the_files_that_are_allowed(loop_factory: LoopFacto
     assert listener.fit_connections(Limits(n_connections=10), 1024).n_connections == 10
 
 
-async def test_times_that_ran_out_end_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[ClientConnection] = []
-    begin = ClientConnection.connection_made
-
-    def remember(self: ClientConnection, transport: asyncio.BaseTransport) -> None:
-        made.append(self)
-        begin(self, transport)
-
-    monkeypatch.setattr(ClientConnection, "connection_made", remember)
-    async with Rig(limits=Limits(head_s=5, total_s=50)) as rig:
-        client = await rig.client()
+async def test_times_that_ran_out_end_a_request() -> None:
+    async with Rig(limits=Limits(head_s=5, body_s=5, total_s=50)) as rig:
+        client, began_at = await rig.client(), loop().time()
         client.writer.write(b"POST /v1/x HTTP/1.1\r\n")
-        while not made or made[0]._phase != "head":
-            await asyncio.sleep(0.001)
-        now = time.monotonic()
-        made[0].close_if_stale(now + 4)
-        assert made[0]._phase == "head"
-        made[0].close_if_stale(now + 6)
         assert (await client.error())[0] == 408
+        assert loop().time() - began_at == 2 * listener.SWEEP_S
+        slow, began_at = await rig.client(), loop().time()
+        slow.writer.write(b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{")
         # A body that drips a byte in time would go on for ever without a limit of the whole.
-        slow = await rig.client()
-        slow.writer.write(b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
-        while len(made) < 2 or made[1]._phase != "body":
-            await asyncio.sleep(0.001)
-        made[1]._data_at = now + 51
-        made[1].close_if_stale(now + 52)
+        while not slow.reader._buffer:  # type: ignore[attr-defined]
+            slow.writer.write(b" ")
+            await advance(4.0)
+        assert 50 < loop().time() - began_at <= 50 + listener.SWEEP_S + 4
         assert (await slow.error())[0] == 408
 
 
-async def test_engines_that_nobody_announces_are_asked_for_their_health(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engines_that_nobody_announces_are_asked_for_their_health() -> None:
     async def health(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         writer.write(b"HTTP/1.1 %d X\r\nContent-Length: 2\r\n\r\nok" % status[0])
         return True
 
     status = [503]
-    monkeypatch.setattr(static_upstreams, "PROBE_S", 0.005)
     engine = Engine(health)
     await engine.start()
     async with Rig(upstreams=(Upstream(engine.url),)) as rig:

@@ -15,7 +15,7 @@ from hosts import Hosts
 from hosts_fixtures import require_hosts
 from hosts_janitor import started_at
 from hosts_slots import SLOTS
-from ssh_rig import until
+from waiting import end, until
 
 pytestmark = pytest.mark.hosts
 
@@ -56,11 +56,12 @@ def test_hosts_share_only_the_cluster_file_system_and_a_reset_makes_them_new(hos
     assert there.env["COLOUR"] == "blue" and there.pid != there.outer_pid
     assert not [process for process in hosts[1].processes() if process.argv == ["sleep", "77"]]
     sleeper.terminate()
-    assert sleeper.wait(60) == -signal.SIGTERM
+    assert end(sleeper) == -signal.SIGTERM
     hosts.reset()
     assert not hosts[0].run(["ls", "/tmp/penstock-mine", "/root/penstock-mine"], check=False).stdout
 
 
+@pytest.mark.nightly
 def test_power_loss_tells_no_peer_and_the_disks_survive(hosts: Hosts) -> None:
     code = "import socket; s = socket.create_server(('', 7000)); c, _ = s.accept(); c.send(b'x'); c.recv(1)"
     hosts[1].popen([sys.executable, "-c", code])
@@ -77,16 +78,20 @@ def test_power_loss_tells_no_peer_and_the_disks_survive(hosts: Hosts) -> None:
     assert hosts.ssh("node2", "ls", "/tmp/kept", "/dev/shm").stdout == "/tmp/kept\n\n/dev/shm:\n"
 
 
-def test_a_laptop_reaches_the_nodes_only_through_login(login_hosts: Hosts) -> None:
+@pytest.mark.nightly
+def test_a_laptop_reaches_the_nodes_only_through_login(hosts: Hosts) -> None:
+    hosts.cut_direct()
+    by_jump = ["ssh", "-F", str(hosts.jump_config), "node1", "hostname"]
     with pytest.raises(OSError, match=r"unreachable|No route"):
-        socket.create_connection((login_hosts["node1"].address, 22), timeout=2)
-    assert login_hosts.ssh("node1", "hostname").stdout == "node1\n"  # by ProxyJump
-    login_hosts.login.cut()
-    assert login_hosts.ssh("login", "-o", "ConnectTimeout=1", "true", check=False).returncode == 255
-    assert login_hosts.login.run(["ssh", "node2", "hostname"]).stdout == "node2\n"
+        socket.create_connection((hosts["node1"].address, 22), timeout=2)
+    assert subprocess.run(by_jump, capture_output=True, text=True).stdout == "node1\n"
+    hosts.login.cut()
+    assert hosts.ssh("login", "-o", "ConnectTimeout=1", "true", check=False).returncode == 255
+    assert hosts.login.run(["ssh", "node2", "hostname"]).stdout == "node2\n"
 
 
 @pytest.mark.parametrize("with_janitor", [False, True], ids=["session", "session-and-janitor"])
+@pytest.mark.nightly
 def test_a_killed_session_leaves_nothing(with_janitor: bool) -> None:
     require_hosts()
     session = subprocess.Popen([sys.executable, "-c", SESSION], stdout=subprocess.PIPE, text=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Place, a_place, wait_until
+from launching import Place
+from waiting import until
 
 from penstock import processes, targets
 from penstock.run_folder import replica
@@ -16,28 +15,8 @@ from penstock.testing.conformance import check_target
 
 pytestmark = pytest.mark.processes
 
-# Tests that check the contract of a target. A new target joins by a row.
-CHECKED = {
-    "cloudera": "test_cloudera_target.py",
-    "kubernetes": "test_kubernetes_target.py",
-    "local": "test_local_target.py",
-    "ray": "test_target_ray.py",
-    "slurm": "test_slurm_target.py",
-    "ssh": "test_ssh_target.py",
-    "vessl": "test_vessl_target.py",
-}
 
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    with a_place(tmp_path) as ours:
-        yield ours
-
-
-def test_local_keeps_the_contract_of_targets_and_every_target_is_checked(place: Place) -> None:
-    assert CHECKED.keys() == targets.TABLE.keys()
-    for name in CHECKED.values():
-        assert "check_target(" in Path(__file__).with_name(name).read_text("utf-8")
+def test_local_keeps_the_contract_of_targets(place: Place) -> None:
     run, launch = place.written(place.write())
 
     def leftovers() -> list[str]:
@@ -50,7 +29,7 @@ def test_local_sees_a_killed_node_and_ends_its_orphan_before_it_places_again(pla
     run, _ = place.written(place.write())
     target, unit = targets.load("local"), replica("0")
     run.write_handle(target.place(run, [unit]))
-    wait_until(lambda: len(processes.find_marked(str(run.path), "0")) == 2, "the node has started its engine")
+    until(lambda: len(processes.find_marked(str(run.path), "0")) == 2, "the node has started its engine")
     node, orphan = sorted(processes.find_marked(str(run.path), "0"), key=lambda process: process.role != "node")
     processes.end([node], 0.0)
     assert target.status(run)[unit].state == "gone"
@@ -62,6 +41,7 @@ def test_local_sees_a_killed_node_and_ends_its_orphan_before_it_places_again(pla
     assert processes.find_marked(str(run.path)) == []
 
 
+@pytest.mark.nightly
 def test_what_a_failed_place_started_is_ended(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     run, _ = place.written(place.write())
     started, n_starts = processes.start_detached, iter(range(10))

@@ -13,6 +13,7 @@ import pytest
 from hosts import Hosts
 from nodes_rig import Rig
 from samples import demo_plan
+from waiting import end
 
 from penstock import processes
 from penstock.errors import UserError
@@ -55,11 +56,12 @@ def test_a_node_that_is_ordered_to_leave_drains_and_exits_as_on_sigterm(rig: Rig
     assert leave(rig) == 1, "a second order does not cut the drain short"
     *_, reply = stream
     assert isinstance(reply, Reply) and reply.finish_reason == "length"
-    assert node.wait(60) == 0
+    assert end(node) == 0
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("rig", [msgspec.structs.replace(ONE, sleep=Sleep(level=1))], indirect=True)
+@pytest.mark.nightly
 def test_a_probe_does_not_see_that_a_node_sleeps(rig: Rig, tmp_path: Path) -> None:
     file = tmp_path / "ready"
     rig.node(0, "--ready-file", str(file))
@@ -88,7 +90,7 @@ def test_all_nodes_of_a_replica_leave_on_one_order_and_their_successors_stay(rig
     assert 'penstock_replica_start_seconds{replica="0",stage="nodes"}' in text
     assert "penstock_gpu_" not in text
     leave(rig)
-    assert [node.wait(20) for node in nodes] == [0, 0]
+    assert [end(node) for node in nodes] == [0, 0]
     assert not any(file.exists() for file in files)
     for rank in (0, 1):
         rig.node(rank)
@@ -97,10 +99,11 @@ def test_all_nodes_of_a_replica_leave_on_one_order_and_their_successors_stay(rig
 
 @pytest.mark.processes
 @pytest.mark.parametrize("rig", [TWO], indirect=True)
+@pytest.mark.nightly
 def test_a_rank_whose_first_node_never_came_leaves_too(rig: Rig) -> None:
     node = rig.node(1)
     leave(rig)
-    assert node.wait(60) == 0
+    assert end(node) == 0
 
 
 @pytest.mark.parametrize(("host", "rank"), [("chat-0", 0), ("chat-7b-12", 12), ("chat-3.chat.svc.cluster.local", 3)])
@@ -142,6 +145,7 @@ if "penstock.testing.fake_engine" in sys.orig_argv:
 
 
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_an_engine_that_fails_to_start_leaves_no_shared_memory(tmp_path: Path) -> None:
     """vLLM's ranks make psm_* seconds before they run out of memory."""
     segment = Path("/dev/shm") / f"penstock-test-{tmp_path.name}"
@@ -151,7 +155,7 @@ def test_an_engine_that_fails_to_start_leaves_no_shared_memory(tmp_path: Path) -
     try:
         node = rig.node(0)
         rig.until(segment.exists, "the engine makes its segment")
-        assert node.wait(60) == 1
+        assert end(node) == 1
         assert not segment.exists()
     finally:
         rig.close()
@@ -159,6 +163,7 @@ def test_an_engine_that_fails_to_start_leaves_no_shared_memory(tmp_path: Path) -
 
 
 @pytest.mark.hosts
+@pytest.mark.nightly
 def test_an_engine_outlives_the_loss_of_its_nodes_address(hosts: Hosts) -> None:
     """Loading it again would take a large model an hour, and not bring the address back."""
     rig, host = Rig(hosts.shared, ONE, hosts.own_address, engines_need_key=True), hosts[0]

@@ -7,15 +7,14 @@ import contextlib
 import io
 import json
 import sys
-import threading
 import zipfile
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import pytest
+from place_stubs import Clock, client_of
 from samples import cpu_machine, demo_plan, run_folder
 
 from penstock.deployment import prepare, stop
@@ -28,7 +27,7 @@ from penstock.run_folder import Desired, Handle, Launch, Left, Run, every_left, 
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment, Parallel
 from penstock.targets import Placement
-from penstock.targets.ray import driver
+from penstock.targets.ray import driver, jobs_api
 from penstock.targets.ray import target as target_ray
 from penstock.targets.ray.jobs_api import Dashboard, Job, RayNode, _free, package
 from penstock.targets.ray.placement import as_ray_gives, gpu_kind, shortage
@@ -47,23 +46,13 @@ def answering(status: int, text: str) -> Iterator[tuple[str, list[str]]]:
     """A server with one answer to everything: its address, and the `Authorization` of each request."""
     seen: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            seen.append(self.headers.get("Authorization", ""))
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(text.encode())
+    def ask(method: str, path: str, data: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        seen.append(headers["authorization"])
+        return status, text.encode()
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", seen
-    finally:
-        server.shutdown()
-        server.server_close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs_api, "Client", client_of(ask))
+        yield "http://ray:8265", seen
 
 
 @pytest.mark.parametrize(
@@ -254,12 +243,17 @@ def test_a_cluster_of_several_kinds_of_gpu_is_asked_for_the_one_of_the_file(clus
     assert [(gpu.index, gpu.memory_free_bytes) for gpu in given.gpus] == [(0, 80), (1, 80)]
 
 
-def test_a_rehearsal_without_the_cluster_says_that_it_was_not_asked() -> None:
+def test_a_rehearsal_without_the_cluster_says_that_it_was_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     hardware = {"gpu": "h100-sxm", "gpus_per_node": 4}
     fields: dict[str, Any] = {"hardware": hardware, "engine": {"kind": "vllm"}, "gateway": {"port": 0}}
-    wanted = deployment(ray={"address": "http://127.0.0.1:9"}, **fields)
+    wanted = deployment(ray={"address": "http://ray:9"}, **fields)
+
+    def refused(*_: object) -> tuple[int, bytes]:
+        raise PenstockError("could not connect to http://ray:9: connection refused", is_retryable=True)
+
+    monkeypatch.setattr(jobs_api, "Client", client_of(refused))
     prepared = prepare.rehearse(wanted)
-    why = "not asked: could not connect to http://127.0.0.1:9: connection refused; this is for 1 machine as the file"
+    why = "not asked: could not connect to http://ray:9: connection refused; this is for 1 machine as the file"
     assert prepared.plan.warnings[-1].startswith(why)
     assert (prepared.plan.engine_version, prepared.machine.gpus[0].name) == (NEWEST, "NVIDIA H100 80GB HBM3")
     with pytest.raises(SpecError, match="1 problem"):
@@ -305,8 +299,11 @@ def test_free_resources_are_read_and_a_shortage_names_nodes_that_are_too_small()
     )
 
 
-def test_a_followed_log_goes_on_where_it_was_and_to_the_next_job(cluster: type[FakeDashboard]) -> None:
+def test_a_followed_log_goes_on_where_it_was_and_to_the_next_job(
+    cluster: type[FakeDashboard], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also while Ray's agent does not answer (an empty log), and past a line that is only begun."""
+    monkeypatch.setattr(target_ray, "time", Clock())
     cluster.logs_now = ["a\nb\nc", "", "a\nb\ncc\nd", "a\nb\ncc\nd\ne", "A\n"]
     entries = iter(["j", "k"])
 

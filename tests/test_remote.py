@@ -58,6 +58,8 @@ def port() -> Iterator[int]:
         signal.signal(number, handler)
 
 
+@pytest.mark.processes
+@pytest.mark.nightly
 def test_a_tunnel_leads_to_a_gateway_by_ipv6_and_notices_a_dead_link(calls: Path, port: int) -> None:
     gateway = cli_remote._on_login_node(Login("login"), "one")
     with gateway.tunnel(port) as tunnel:
@@ -68,6 +70,8 @@ def test_a_tunnel_leads_to_a_gateway_by_ipv6_and_notices_a_dead_link(calls: Path
     assert "-o ServerAliveInterval=15 -o ServerAliveCountMax=3" in words
 
 
+@pytest.mark.processes
+@pytest.mark.nightly
 def test_a_chat_page_of_a_login_node_has_its_key_from_there_and_a_tunnel(calls: Path, port: int) -> None:
     page = cli_remote._on_login_node(Login("login"), "one").chat_page()
     assert page is not None and (page.key, page.url) == ("sk-1", None)
@@ -78,6 +82,8 @@ def test_a_chat_page_of_a_login_node_has_its_key_from_there_and_a_tunnel(calls: 
     assert f"-L 127.0.0.1:{port}:[fd00::1]:7860 -- login" in words[2]
 
 
+@pytest.mark.processes
+@pytest.mark.nightly
 def test_a_login_node_that_answers_in_other_words_or_not_at_all_is_an_error(
     calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +98,8 @@ def test_a_login_node_that_answers_in_other_words_or_not_at_all_is_an_error(
     assert caught.value.is_retryable and caught.value.detail == "no answer within 0 s"
 
 
+@pytest.mark.processes
+@pytest.mark.nightly
 def test_a_port_that_another_program_has_is_not_told_to_be_the_deployment() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as stranger,
@@ -101,6 +109,8 @@ def test_a_port_that_another_program_has_is_not_told_to_be_the_deployment() -> N
     assert caught.value.hint == "Give another --port, or none for a free one."
 
 
+@pytest.mark.processes
+@pytest.mark.nightly
 def test_a_held_tunnel_that_breaks_is_an_error(calls: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gateway = cli_remote._on_login_node(Login("login"), "one")
 
@@ -120,6 +130,8 @@ def test_a_held_tunnel_that_breaks_is_an_error(calls: Path, port: int, monkeypat
     assert error.hint == f"Run it again: penstock tunnel one --port {port}"
 
 
+@pytest.mark.processes
+@pytest.mark.nightly
 def test_a_file_is_rendered_here_when_its_login_node_cannot_be_reached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

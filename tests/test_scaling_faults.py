@@ -1,146 +1,120 @@
-"""Killing the controller or the gateway at each phase of scaling loses no replica and starts none twice."""
+"""A controller that is killed between a start and its note: what runs is taken over or ended, and started once.
+
+The simulation kills it at every step; this is the real one. Engines are counted over the whole time.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import contextlib
+import os
+import signal
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import launching
-import psutil
+import msgspec
 import pytest
-import scaling_faults
-from hosts import Hosts
-from hosts_ray import RayCluster
-from launching import Place, a_place, call, kill, pids
-from scaling_faults import FIELDS, World
-from slurm_cluster import Desk
-from ssh_rig import left_on, until, write
+from launching import Place, call, pid_of, pids, wait_ready
+from waiting import until
 
-from penstock import targets
-from penstock.deployment import observe
 from penstock.run_folder import Run
-from penstock.targets.ray.jobs_api import Dashboard
+
+pytestmark = pytest.mark.processes
+
+
+def marked(run_id: str, role: str) -> dict[int, str]:
+    """The processes of a run with that role: pid -> replica."""
+    found = {}
+    run_mark, role_mark = f"PENSTOCK_RUN_ID={run_id}".encode(), f"PENSTOCK_ROLE={role}".encode()
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                words = Path(entry.path, "environ").read_bytes().split(b"\0")
+                if run_mark in words and role_mark in words:
+                    replicas = [word[17:].decode() for word in words if word.startswith(b"PENSTOCK_REPLICA=")]
+                    found[int(entry.name)] = (replicas or [""])[0]
+    return found
+
+
+class Starts:
+    """All engines of a run from now on. One counts when it was seen twice: a node that forks looks like two for a
+    moment."""
+
+    def __init__(self, run_id: str) -> None:
+        self.most_at_once: dict[str, int] = defaultdict(int)
+        self._run_id, self._seen = run_id, dict[int, str]()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def of(self, replica: str) -> int:
+        """How often its engine was started."""
+        return sum(name == replica for name in self._seen.values())
+
+    def end(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        before: dict[int, str] = {}
+        while not self._is_over.wait(0.02):
+            engines = marked(self._run_id, "engine")
+            steady = {pid: name for pid, name in engines.items() if before.get(pid) == name}
+            before = engines
+            self._seen |= steady
+            for name in steady.values():
+                self.most_at_once[name] = max(self.most_at_once[name], list(steady.values()).count(name))
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setattr(launching, "DEADLINE_S", 120.0)
-    targets.load.cache_clear()
-    with a_place(tmp_path, deadline_s=900.0) as ours:
-        yield ours
+def starts(place: Place) -> Iterator[Starts]:
+    run = place.up(place.write("one"))
+    made = Starts(run.record().id)
+    yield made
+    made.end()
 
 
-def world_of(place: Place, file: Path, where: str) -> World:
-    run = place.up(file)
-    submitted = scaling_faults.nodes_of(run.record().id)
-    return World(where, run, run.url, lambda number: verb(run.name, number), submitted)
+def scale(number: int) -> None:
+    assert call("scale", "one", number, "--no-wait").code == 0
 
 
-def verb(name: str, number: object) -> None:
-    assert call("scale", name, number, "--no-wait").code == 0
+def kill_unnoted(run: Run, order: Callable[[], object]) -> None:
+    """Kill the controller between the start of replica 1, which `order` asks for, and its note: it runs up to there in
+    small steps. Where the two are less than a step apart, the note is taken back."""
+    pid, n_before = pid_of(run, "controller"), len(marked(run.record().id, "node"))
+
+    def is_started() -> bool:
+        os.kill(pid, signal.SIGSTOP)
+        if len(marked(run.record().id, "node")) > n_before or "replica/1" in run.handle().units:
+            return True
+        os.kill(pid, signal.SIGCONT)
+        return False
+
+    try:
+        os.kill(pid, signal.SIGSTOP)  # it takes the order when it runs on
+        order()
+        until(is_started, "replica 1 is placed")
+    finally:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: len(marked(run.record().id, "node")) > n_before, "its node runs")
+    units = {key: facts for key, facts in run.handle().units.items() if key != "replica/1"}
+    run.write_handle(msgspec.structs.replace(run.handle(), units=units, ordered=("1",)))
 
 
-def live(place: Place, world: World) -> None:
-    scaling_faults.live(world)
-    scaling_faults.wake(world)
-    scaling_faults.gateway(world)
-    place.note(world.run)
-    scaling_faults.check(world)
-
-
-@pytest.mark.processes
-def test_what_a_killed_controller_started_and_did_not_note_is_taken_over_or_ended(place: Place) -> None:
-    world = world_of(place, place.write("one", **FIELDS), "local")
-    world.scale(1)
-    world.kill_unnoted("1", lambda: world.scale(2))
-    with world.fault("controller", "placed, not noted", 2):
-        pass
-    assert (world.starts.of("0"), world.starts.of("1")) == (1, 1)
-    place.note(world.run)
-    scaling_faults.end_unnoted(world)
-    assert len(pids(world.run, "node")) == 1, "it is not forgotten"
-    scaling_faults.check(world)
-
-
-@pytest.mark.processes
-@pytest.mark.nightly
-def test_a_controller_and_a_gateway_killed_at_each_phase_on_this_machine(place: Place) -> None:
-    live(place, world_of(place, place.write("one", **FIELDS), "local"))
-
-
-@pytest.mark.processes
-@pytest.mark.nightly
-def test_a_gateways_worker_killed_while_one_wakes_takes_only_its_own_requests(place: Place) -> None:
-    fields = {**FIELDS, "replicas": {"min": 0, "max": 1, "idle_s": 1}}
-    fields["gateway"] = {"workers": 2, "hold_s": 100}
-    world = world_of(place, place.write("one", **fields), "local, 2 workers")
-    world.wait(lambda: world.number() == 0 and not world.run.handle().units, "nobody asks: it ends")
-    n_before, streams = world.starts.of("0"), world.asks(8, 8)
-    world.wait(lambda: world.starts.of("0") == n_before + 1, "it wakes one")
-    view = observe.admin_view(world.run)
-    assert view is not None and view.waiting == 8, "all are held"
-    parent = world.pid("gateway")
-    held = {pid: n_clients(pid, world.url) for pid in pids(world.run, "gateway") if pid != parent}
-    victim = min(held, key=lambda pid: held[pid])
-    with world.fault("gateway's worker", "woken, one loads", 1, *streams, lost=held[victim]):
-        kill(victim)
-    assert sum(held.values()) == 8 and held[victim] < 8
-    assert world.starts.of("0") == n_before + 1
-    place.note(world.run)
-    scaling_faults.check(world)
-
-
-def n_clients(pid: int, url: str) -> int:
-    """Connections of clients that this process serves."""
-    port, rows = int(url.rpartition(":")[2]), psutil.Process(pid).net_connections("tcp")
-    return sum(row.status == psutil.CONN_ESTABLISHED and row.laddr[1] == port for row in rows)
-
-
-@pytest.mark.hosts
-@pytest.mark.nightly
-def test_on_hosts_over_ssh(place: Place, hosts: Hosts) -> None:
-    live(place, world_of(place, write(place, hosts, **FIELDS), "ssh"))
-    assert call("down", "one").code == 0
-    until(lambda: left_on(hosts) == [], "nothing is left", 3)
-
-
-@pytest.mark.hosts
-@pytest.mark.nightly
-def test_on_a_ray_cluster(place: Place, ray_cluster: RayCluster) -> None:
-    world = world_of(place, place.write("one", target="ray", ray={"address": ray_cluster.url}, **FIELDS), "ray")
-    dashboard, known = Dashboard(ray_cluster.url), dict[str, str]()
-
-    def submitted(replica: str) -> int:
-        known.update({job.id: job.metadata.get("penstock_replica", "") for job in dashboard.jobs().values()})
-        return list(known.values()).count(replica)
-
-    world.submitted = submitted
-    live(place, world)
-    done = call("down", "one")
-    assert done.code == 0, done
-
-
-@pytest.mark.hosts
-@pytest.mark.nightly
-def test_on_slurm(desk: Desk) -> None:
-    """The controller and the gateway are on the login node, whose processes this machine can see and end."""
-    gateway = {**FIELDS["gateway"], "host": "0.0.0.0", "auth": "keys"}
-    desk.names.append("one")
-    told = json.loads(desk.call("up", desk.write(**{**FIELDS, "gateway": gateway}), "--json").splitlines()[0])
-    run = Run(desk.run_path())
-    port = run.url.rpartition(":")[2]
-
-    def submitted(replica: str) -> int:
-        words = ["squeue", "-h", "-t", "all", "-o", "%j", "-n", f"penstock-one-{replica}"]
-        return len(desk.slurm.run(words).splitlines())
-
-    world = World(
-        "slurm", run, f"http://10.78.{desk.slurm.hosts.slot}.2:{port}",
-        lambda number: desk.call("scale", "one", number, "--no-wait"), submitted, told["key"],
-    )  # fmt: skip
-    scaling_faults.live(world)
-    scaling_faults.wake(world)
-    scaling_faults.gateway(world)
-    scaling_faults.check(world)
-    desk.down()
+def test_what_a_killed_controller_started_and_did_not_note_is_taken_over_or_ended(place: Place, starts: Starts) -> None:
+    run = place.run()
+    kill_unnoted(run, lambda: scale(2))
+    wait_ready(run, 2)
+    assert (starts.of("0"), starts.of("1")) == (1, 1), "the one that was started is the one that serves"
+    place.note(run)
+    scale(1)
+    until(lambda: len(pids(run, "node")) == 1, "the second has ended")
+    wait_ready(run)
+    kill_unnoted(run, lambda: scale(2))
+    scale(1)
+    until(lambda: not run.handle().ordered, "what became of it is noted")
+    until(lambda: len(pids(run, "node")) == 1, "it is not forgotten")
+    wait_ready(run)
+    starts.end()
+    assert starts.of("0") == 1 and set(starts.most_at_once.values()) == {1}, dict(starts.most_at_once)

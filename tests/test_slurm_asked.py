@@ -205,6 +205,8 @@ def test_jobs_get_no_secret_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> Non
 FAKE_SBATCH = '#!/bin/sh\necho "${SBATCH_ACCOUNT-none} ${SBATCH_PARTITION-none} ${SBATCH_CLUSTERS-none}"\nexit 1\n'
 
 
+@pytest.mark.processes
+@pytest.mark.nightly
 @pytest.mark.parametrize(("account", "values"), [(None, "mine none none"), ("lab", "none none none")])
 def test_sbatch_does_not_see_variables_that_override_the_script(
     account: str | None, values: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -263,3 +265,12 @@ def test_a_job_that_a_killed_controller_submitted_from_zero_is_taken_over(comman
     assert commands.of("sbatch") == commands.of("scancel") == []
     assert slurm.place(run, []).units == {}
     assert commands.of("scancel") == [["0"]], "it is not wanted any more"
+
+
+def test_a_requeued_job_is_the_same_replica_in_the_queue_again(commands: Commands) -> None:
+    run, slurm = run_of(commands, {"1": "RUNNING"}), target.Slurm()
+    assert slurm.status(run)[replica("0")].state == "placed"
+    commands.states["1"], commands.reason = "PENDING", "BeginTime"
+    commands.now += 5
+    row = slurm.status(run)[replica("0")]
+    assert row.state == "queued" and (row.reason or "").startswith("job 1 was requeued: its earliest start")

@@ -18,6 +18,7 @@ from hosts import HostProcess
 from hosts_slurm import PROCTRACKS
 from slurm_cluster import ENV, Desk
 from test_slurm_remote import Laptop
+from waiting import end
 
 pytestmark = pytest.mark.hosts
 
@@ -35,7 +36,7 @@ def up(desk: Desk, file: str, *words: str) -> str:
 
 def answer(desk: Desk, key: str) -> str:
     argv = [sys.executable, "-m", "penstock", "chat", "one", "-m", "tell me a story", "--max-tokens", "8"]
-    return desk.slurm.login.run(argv, env={**ENV, "OPENAI_API_KEY": key}, timeout_s=60).stdout.strip()
+    return desk.slurm.login.run(argv, env={**ENV, "OPENAI_API_KEY": key}).stdout.strip()
 
 
 def address(desk: Desk) -> dict[str, Any]:
@@ -44,6 +45,7 @@ def address(desk: Desk) -> dict[str, Any]:
 
 
 @both
+@pytest.mark.nightly
 def test_a_gateway_in_a_job_serves_comes_back_and_leaves_nothing(desk: Desk) -> None:
     key = up(desk, desk.write(gateway=JOB))
     assert answer(desk, key).startswith("1:tell 2:me")
@@ -58,7 +60,7 @@ def test_a_gateway_in_a_job_serves_comes_back_and_leaves_nothing(desk: Desk) -> 
     assert answer(desk, re.search(r"sk-\S+", made).group()).startswith("1:tell")  # type: ignore[union-attr]
 
     desk.slurm.run(["scancel", str(first_job)])
-    desk.wait(lambda: address(desk)["unit"] != first["unit"], "another job tells its address", 60)
+    desk.wait(lambda: address(desk)["unit"] != first["unit"], "another job tells its address")
     assert answer(desk, key).startswith("1:tell 2:me")
     desk.wait(lambda: desk.status()["phase"] == "ready", "it is ready again")
     assert desk.status()["gateway"]["n_restarts"] == 1
@@ -68,15 +70,16 @@ def test_a_gateway_in_a_job_serves_comes_back_and_leaves_nothing(desk: Desk) -> 
     assert desk.slurm.job(job)["JobState"] == "COMPLETED", "it drained"
 
 
+@pytest.mark.nightly
 def test_before_its_time_is_over_the_gateway_moves_to_another_job(desk: Desk) -> None:
     """The replica's job has the same limit, but its successor is sent much later."""
     key = up(desk, desk.write(gateway={**JOB, "drain_s": 2}, slurm={"time": "10"}))
     first = address(desk)
     job = desk.job("0", kind="gateway")
     desk.slurm.run(["scontrol", "update", f"jobid={job}", "timelimit=1"])
-    desk.wait(lambda: address(desk)["unit"] != first["unit"], "the next tells its address", 60)
+    desk.wait(lambda: address(desk)["unit"] != first["unit"], "the next tells its address")
     assert answer(desk, key).startswith("1:tell 2:me")
-    desk.wait(lambda: desk.slurm.job(job)["JobState"] == "COMPLETED", "the first has drained", 60)
+    desk.wait(lambda: desk.slurm.job(job)["JobState"] == "COMPLETED", "the first has drained")
     assert answer(desk, key).startswith("1:tell 2:me")
     assert desk.status()["gateway"]["n_restarts"] == 0
     desk.down()
@@ -104,16 +107,17 @@ def test_with_the_controller_in_a_job_nothing_stays_on_the_login_node(desk: Desk
 
     job = desk.job("0", kind="controller")
     desk.slurm.run(["scontrol", "update", f"jobid={job}", "timelimit=1"])
-    desk.wait(lambda: desk.status()["controller"]["unit"] == "1", "the next controls", 60)
+    desk.wait(lambda: desk.status()["controller"]["unit"] == "1", "the next controls")
     desk.wait(lambda: len(watchers()) == n_watchers, "one Prometheus is left, that of the next")
     desk.call("scale", "one", 1)
     desk.slurm.run(["scancel", str(desk.job("1", kind="controller"))])
     desk.wait(lambda: desk.status()["controller"]["state"] == "gone", "status tells that nobody controls")
     desk.call("up", "/root/one.yaml")
-    desk.wait(lambda: desk.status()["controller"]["unit"] == "2", "up starts another", 60)
+    desk.wait(lambda: desk.status()["controller"]["unit"] == "2", "up starts another")
     desk.down()
 
 
+@pytest.mark.nightly
 def test_a_gateway_that_waits_is_told_and_down_ends_it(desk: Desk) -> None:
     blocker = desk.slurm.submit("#!/bin/sh\nexec sleep 300", "-N2", "--exclusive", "--time=5")
     desk.slurm.wait(blocker, "RUNNING")
@@ -130,6 +134,7 @@ def test_a_gateway_that_waits_is_told_and_down_ends_it(desk: Desk) -> None:
     assert desk.left() == []
 
 
+@pytest.mark.nightly
 def test_from_a_laptop_the_tunnel_leads_to_the_job(desk: Desk, tmp_path: Path) -> None:
     laptop = Laptop(desk, tmp_path)
     desk.names.append("one")
@@ -142,15 +147,16 @@ def test_from_a_laptop_the_tunnel_leads_to_the_job(desk: Desk, tmp_path: Path) -
     try:
         assert child.stdout is not None
         page, _, key = child.stdout.readline().strip().partition("#key=")
-        with urllib.request.urlopen(page, f"key={key}".encode(), timeout=30) as answer:
+        with urllib.request.urlopen(page, f"key={key}".encode()) as answer:
             assert answer.status == 200 and "127.0.0.1" not in desk.status()["ui"]["url"]
     finally:
         child.send_signal(signal.SIGINT)
-        assert child.wait(60) == 0
+        assert end(child) == 0
     assert laptop.call("down").returncode == 0
     assert desk.left() == []
 
 
+@pytest.mark.nightly
 def test_without_keys_it_is_refused(desk: Desk) -> None:
     code, _, said = desk.ask("up", desk.write(gateway={"on": "job"}))
     assert code == 2

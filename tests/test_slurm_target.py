@@ -37,10 +37,11 @@ check_target(targets.load("slurm"), run, launch, sys.executable, leftovers)
 """
 
 
+@pytest.mark.nightly  # in `make check` on a stub
 @both
 def test_target_keeps_its_contract(desk: Desk) -> None:
     file = desk.write(gateway={"on": "job", "auth": "keys", "drain_s": 2})
-    desk.python(CONFORMANCE, file, timeout_s=180)
+    desk.python(CONFORMANCE, file)
     assert desk.left() == []
 
 
@@ -61,6 +62,7 @@ def test_a_deployment_comes_up_scales_and_leaves_nothing(desk: Desk) -> None:
 
 
 @both
+@pytest.mark.nightly
 def test_two_nodes_make_one_replica(desk: Desk) -> None:
     desk.up(desk.write(hardware={"nodes": 2}, engine={"executor": "mp"}))
     told = desk.replica()["announcement"]["nodes"]
@@ -85,12 +87,13 @@ def test_each_node_copies_the_model_to_its_own_scratch_before_its_engine_starts(
     desk.down()
 
 
+@pytest.mark.nightly
 def test_a_home_that_the_nodes_do_not_see_is_named_after_one_job(desk: Desk) -> None:
     file, env = desk.write(), {**ENV, "PENSTOCK_HOME": "/var/tmp/home-of-login"}
 
     def ask(*words: str) -> str:
         argv = [sys.executable, "-m", "penstock", *words]
-        done = desk.slurm.login.run(argv, env=env, check=False, timeout_s=120)
+        done = desk.slurm.login.run(argv, env=env, check=False)
         return done.stdout + done.stderr
 
     printed = ask("up", file)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samples import deployment
 
 import penstock
 from penstock.paths import control_folder
@@ -23,6 +24,7 @@ from penstock.targets.ssh.bundle import HostPython
 from penstock.targets.ssh.install import HostFacts, HostInstaller
 from penstock.targets.ssh.liveness import Look, Watch
 from penstock.targets.ssh.placement import assign
+from penstock.targets.ssh.target import OverSsh
 from penstock.wire.announcement import Process
 
 BOOT = "5a1c3c60-3d6b-4c54-9e0c-5a3f1d2b7e11"
@@ -50,7 +52,8 @@ def test_what_ssh_takes_for_a_host_and_how_messages_name_it() -> None:
     ],
 )
 def test_complaints_are_read(complaint: str, meaning: str) -> None:
-    assert meaning in reading(complaint)[0]
+    meant, hint = reading(complaint)
+    assert meaning in meant and ("Is the host on" in (hint or "")) == ("does not answer" in meant)
 
 
 def test_replicas_go_round_the_hosts_and_those_that_are_placed_stay() -> None:
@@ -170,3 +173,16 @@ def test_versions_of_long_ago_are_removed_but_not_those_that_run(
     monkeypatch.setattr(host_setup, "_command_lines", lambda: [f"{tmp_path}/v6/venv/bin/python -m penstock.node"])
     host_setup.forget_old(tmp_path, "v7")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v0", "v1", "v2", "v3", "v6", "v7"]
+
+
+def test_all_that_is_wrong_with_the_file_is_told_at_once() -> None:
+    hosts = ["-oProxyCommand=touch /tmp/owned", "node1", "node1"]
+    block = {"hosts": hosts, "config": "here", "folder": "there"}
+    problems = OverSsh().check(deployment(target="ssh", ssh=block, hardware={"nodes": 4}))
+    assert [problem.path for problem in problems] == [
+        "ssh.hosts[0]", "ssh.hosts[2]", "hardware.nodes", "ssh.config", "ssh.folder"
+    ]  # fmt: skip
+    assert '"-oProxyCommand=touch /tmp/owned" is no host' in problems[0].message
+    assert problems[1].message == '"node1" is there twice'
+    assert problems[2].message == "4 nodes a replica, but ssh.hosts has 3"
+    assert OverSsh().check(deployment(target="ssh"))[0].message == "no host"

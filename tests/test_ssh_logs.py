@@ -68,6 +68,8 @@ def node(host: str, folder: Path) -> Node:
     return Node(host, host, str(folder), "/nonexistent/python", Process(1, 0.0), "boot", 21000, 21001)
 
 
+@pytest.mark.processes
+@pytest.mark.nightly
 def test_the_log_of_a_living_rank_is_kept_when_the_host_of_an_earlier_one_is_away(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "there"
     (folder / "logs").mkdir(parents=True)
@@ -78,12 +80,16 @@ def test_the_log_of_a_living_rank_is_kept_when_the_host_of_an_earlier_one_is_awa
     assert not folder.exists()
 
 
+@pytest.mark.processes
+@pytest.mark.nightly
 def test_what_tail_printed_before_it_failed_is_not_taken_for_a_log(run: Run, tmp_path: Path) -> None:
     program(tmp_path / "bin" / "tail", "#!/bin/sh\necho a part; exit 1\n")
     RunHosts(run).end_all({"0": [node("here", tmp_path / "there")]}, 0.0)
     assert not run.log("replica-0").exists()
 
 
+@pytest.mark.processes
+@pytest.mark.nightly
 def test_a_full_disk_here_keeps_no_replica_from_its_end(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "there"
     (folder / "logs").mkdir(parents=True)
@@ -99,6 +105,8 @@ def test_a_full_disk_here_keeps_no_replica_from_its_end(run: Run, tmp_path: Path
     assert caught.value.is_retryable and not isinstance(caught.value, LeftBehind)
 
 
+@pytest.mark.processes
+@pytest.mark.nightly
 @pytest.mark.parametrize("hosts", [["away"], ["away", "here"], ["here", "away"]])
 def test_a_host_that_cannot_be_reached_is_told_after_the_lines_of_the_others(
     ssh: Ssh, hosts: list[str], tmp_path: Path
@@ -111,6 +119,8 @@ def test_a_host_that_cannot_be_reached_is_told_after_the_lines_of_the_others(
     assert error.detail == "ssh: connect to host away port 22: No route to host"
 
 
+@pytest.mark.processes
+@pytest.mark.nightly
 @pytest.mark.parametrize("others", [[], ["here"]])
 def test_a_followed_log_ends_with_an_error_when_its_connection_breaks(
     ssh: Ssh, others: list[str], tmp_path: Path
@@ -126,6 +136,8 @@ def test_a_followed_log_ends_with_an_error_when_its_connection_breaks(
     assert error.is_retryable
 
 
+@pytest.mark.processes
+@pytest.mark.nightly
 def test_a_log_that_a_host_cannot_print_is_told(ssh: Ssh) -> None:
     error = reading(streams.lines(ssh, [streams.Source("here", "/no/python", "x")], False, None), [])
     assert error is not None and error.message.startswith("could not read a log on here: ")
@@ -159,6 +171,8 @@ def test_followed_logs_of_replicas_tell_a_break_unless_the_deployment_goes_down(
     assert sorted(seen) == ["[0] line of 0", "[1] line of 1"]
 
 
+@pytest.mark.processes
+@pytest.mark.nightly
 def test_a_rehearsal_without_the_hosts_says_that_they_were_not_asked() -> None:
     wanted = deployment(target="ssh", ssh={"hosts": ["away"]}, gateway={"port": 0}, engine={"kind": "vllm"})
     warning = prepare.rehearse(wanted).plan.warnings[-1]

@@ -5,24 +5,23 @@ from __future__ import annotations
 import re
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hosts import Hosts
 from launching import Place, a_place, call, now, replica_of
-from ssh_rig import left_on, until, write
+from ssh_rig import left_on, write
+from waiting import until
 
 from penstock.errors import PenstockError
 from penstock.run_folder import Run
 from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS
 from penstock.wire.client import Client
 
-pytestmark = [pytest.mark.hosts, pytest.mark.vllm]
+pytestmark = [pytest.mark.hosts, pytest.mark.vllm, pytest.mark.nightly]
 
 CHATS = [row for row in DEMO_PROMPTS if row.kind == "chat"][:8]
-READY_S = 400.0
 STATUS = """
 import sys, urllib.error, urllib.request
 request = urllib.request.Request(sys.argv[1])
@@ -96,7 +95,7 @@ class Stream(threading.Thread):
             self.ending = error.message
 
 
-@pytest.mark.parametrize("losses", [(0,), pytest.param((1, 0), marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.parametrize("losses", [(0,), (1, 0)], ids=str)
 def test_mp_over_two_hosts_gives_the_same_text_and_comes_back_after_power_losses(
     place: Place, hosts: Hosts, losses: tuple[int, ...]
 ) -> None:
@@ -113,24 +112,20 @@ def test_mp_over_two_hosts_gives_the_same_text_and_comes_back_after_power_losses
         stream = Stream(run)
         until(lambda stream=stream: stream.n_parts > 5, "the stream runs")  # type: ignore[misc]
         hosts[lost].kill()
-        began = time.monotonic()
-        stream.join(60)
+        stream.join()
         assert not stream.is_alive(), "the client waits for ever"
         assert stream.ending not in ("", "Chunk", "Reply"), "the stream says that it broke off"
-        client_s = time.monotonic() - began
         name = f"node{lost + 1}"
-        until(lambda name=name: name in (replica_of(run).reason or ""), f"status names {name}", 30)  # type: ignore[misc]
-        told_s = time.monotonic() - began
+        until(lambda name=name: name in (replica_of(run).reason or ""), f"status names {name}")  # type: ignore[misc]
         assert now(run).phase == "degraded"
         hosts[lost].start()
-        back_s = until(lambda: now(run).phase == "ready", "the replica is back", READY_S)
-        print(f"{name}: client {client_s:.1f} s ({stream.ending}), status {told_s:.1f} s, back {back_s:.1f} s later")
+        until(lambda: now(run).phase == "ready", "the replica is back")
         check_texts(run)
     assert call("down", "one").code == 0
     until(lambda: left_on(hosts) == [], "nothing is left")
 
 
-@pytest.mark.parametrize("executor", ["ray", pytest.param("mp", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("executor", ["ray", "mp"])
 def test_a_pipeline_over_two_hosts_gives_the_same_text(place: Place, hosts: Hosts, executor: str) -> None:
     run = up(place, hosts, executor, "pipeline")
     check_texts(run)

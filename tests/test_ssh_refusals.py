@@ -41,7 +41,16 @@ def with_config(place: Place, hosts: Hosts, old: str, new: str) -> dict[str, Any
     return {"config": str(path)}
 
 
-def test_hosts_and_pythons_that_cannot_be_used(place: Place, hosts: Hosts) -> None:
+def test_hosts_keys_and_pythons_that_cannot_be_used(place: Place, hosts: Hosts) -> None:
+    keys, other, known = hosts.base / "keys", place.folder / "other-key", place.folder / "known_hosts"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True)
+    refused = "node1 cannot be reached over ssh: it refuses our key"
+    check_refused(place, hosts, refused, "ssh-add", ssh=with_config(place, hosts, str(keys / "user"), str(other)))
+    first, second = ((keys / f"{name}.pub").read_text("utf-8").strip() for name in hosts.names)
+    known.write_text((keys / "known_hosts").read_text("utf-8").replace(first, second), "utf-8")
+    block = with_config(place, hosts, str(keys / "known_hosts"), str(known))
+    check_refused(place, hosts, "its host key is not the one that is known", "ssh-keygen -R node1", ssh=block)
+
     unknown = "ssh.hosts[1]: node77.invalid cannot be reached over ssh: there is no such host"
     check_refused(place, hosts, unknown, "~/.ssh/config", ssh={"hosts": ["node1", "node77.invalid"]})
     check_refused(place, hosts, "nothing listens for ssh there", ssh={"hosts": ["ssh://node1:2222"]})
@@ -55,19 +64,6 @@ def test_hosts_and_pythons_that_cannot_be_used(place: Place, hosts: Hosts) -> No
     model.mkdir()
     (model / "config.json").write_text("{}")
     check_refused(place, hosts, f'model: {model} is not on "node1"', 'is not on "node2"', model=str(model))
-    hosts[1].kill()
-    check_refused(place, hosts, "ssh.hosts[1]: node2 cannot be reached over ssh", "Is the host on")
-
-
-def test_keys_that_are_refused_or_have_changed(place: Place, hosts: Hosts) -> None:
-    keys, other, known = hosts.base / "keys", place.folder / "other-key", place.folder / "known_hosts"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True)
-    refused = "node1 cannot be reached over ssh: it refuses our key"
-    check_refused(place, hosts, refused, "ssh-add", ssh=with_config(place, hosts, str(keys / "user"), str(other)))
-    first, second = ((keys / f"{name}.pub").read_text("utf-8").strip() for name in hosts.names)
-    known.write_text((keys / "known_hosts").read_text("utf-8").replace(first, second), "utf-8")
-    block = with_config(place, hosts, str(keys / "known_hosts"), str(known))
-    check_refused(place, hosts, "its host key is not the one that is known", "ssh-keygen -R node1", ssh=block)
 
 
 def test_a_folder_that_is_full_or_cannot_be_written(
@@ -85,18 +81,3 @@ def test_a_folder_that_is_full_or_cannot_be_written(
     done = call("up", write(place, hosts, ssh={"folder": "/proc/penstock"}))
     assert done.code == 1, done
     assert "/proc/penstock" in done.err and "Traceback" not in done.err
-
-
-def test_all_that_is_wrong_with_the_file_at_once(place: Place, hosts: Hosts) -> None:
-    check_refused(
-        place,
-        hosts,
-        'ssh.hosts[0]: "-oProxyCommand=touch /tmp/owned" is no host',
-        'ssh.hosts[2]: "node1" is there twice',
-        "hardware.nodes: 4 nodes a replica, but ssh.hosts has 3",
-        'ssh.config: "here" is not an absolute path',
-        'ssh.folder: "there" is not an absolute path',
-        ssh={"hosts": ["-oProxyCommand=touch /tmp/owned", "node1", "node1"], "config": "here", "folder": "there"},
-        hardware={"nodes": 4},
-    )
-    check_refused(place, hosts, "ssh.hosts: no host", ssh={"hosts": []})

@@ -6,14 +6,14 @@ import contextlib
 import itertools
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hosts import Hosts
-from launching import Asking, Place, a_place, ask, call, now, replica_of, started, wait_until
-from ssh_rig import left_on, node_of, ours, until, write
+from launching import Asking, Place, a_place, ask, call, kill, now, pid_of, replica_of, started
+from ssh_rig import left_on, node_of, ours, write
+from waiting import end, until
 
 from penstock import processes, targets
 from penstock.deployment import leftovers
@@ -30,6 +30,7 @@ def place(tmp_path: Path, hosts: Hosts) -> Iterator[Place]:
         yield ours
 
 
+@pytest.mark.nightly  # in `make check` on a stub
 def test_ssh_keeps_its_contract(place: Place, hosts: Hosts) -> None:
     run, launch = place.written(write(place, hosts))
 
@@ -76,7 +77,7 @@ def test_status_logs_scale_and_down(place: Place, hosts: Hosts) -> None:
     until(lambda: not [p for p in ours(hosts[0]) if "logs" in p.argv], "the follower on the host has ended")
     assert call("scale", "one", "3").code == 0
     streams = [Asking(run.url, 100) for _ in range(4)]
-    time.sleep(0.5)
+    until(lambda: all(stream.text for stream in streams), "the streams run")
     assert call("scale", "one", "1").code == 0
     for stream in streams:
         stream.check_is_whole()
@@ -86,7 +87,7 @@ def test_status_logs_scale_and_down(place: Place, hosts: Hosts) -> None:
         assert follower.stdout is not None
         assert follower.stdout.readline()
         assert call("down", "one").code == 0
-        assert follower.wait(60) == 0, "the connections that `down` closed are no error"
+        assert end(follower) == 0, "the connections that `down` closed are no error"
     assert "shutdown complete" in call("logs", "one").out
     until(lambda: left_on(hosts) == [], "nothing is left")
 
@@ -106,7 +107,7 @@ def test_a_killed_ssh_a_killed_tunnel_process_and_a_killed_node_come_back(place:
         (victim,) = [process for process in tunnels() if ("tunnel_process" in process.command) == is_parent]
         os.kill(victim.pid, 9)
         until(lambda victim=victim: is_kept() and victim.pid not in [p.pid for p in tunnels()], f"{kind} is back")  # type: ignore[misc]
-        wait_until(lambda: _answers(run), "requests go through")
+        until(lambda: _answers(run), "requests go through")
         ask(run)
     assert node_of(hosts[0]).pid == before, "the engine did not notice"
     assert now(run).replicas[0].n_restarts == 0
@@ -125,6 +126,7 @@ def _answers(run: Run) -> bool:
     return False
 
 
+@pytest.mark.nightly
 def test_a_cut_link_is_told_and_when_it_is_mended_the_same_engine_goes_on(place: Place, hosts: Hosts) -> None:
     run = place.up(write(place, hosts))
     before = node_of(hosts[0]).pid
@@ -132,37 +134,38 @@ def test_a_cut_link_is_told_and_when_it_is_mended_the_same_engine_goes_on(place:
         assert follower.stdout is not None
         assert follower.stdout.readline()
         hosts[0].cut()
-        assert follower.wait(60) == 1
+        assert end(follower) == 1
         assert follower.stderr is not None
         assert "node1 cannot be reached over ssh: " in follower.stderr.read()
     unread = call("logs", "one")
     assert unread.code == 1 and "node1 cannot be reached over ssh: it does not answer" in unread.err, unread
-    told_s = until(lambda: "node1 cannot be reached over ssh" in (replica_of(run).reason or ""), "status tells it")
+    until(lambda: "node1 cannot be reached over ssh" in (replica_of(run).reason or ""), "status tells it")
     assert replica_of(run).placement == "broken"
     hosts[0].mend()
-    back_s = until(lambda: replica_of(run).state == "ready" and now(run).phase == "ready", "it is back", 60)
-    print(f"told after {told_s:.1f} s, back {back_s:.1f} s after the link")
-    wait_until(lambda: _answers(run), "requests go through")
+    until(lambda: replica_of(run).state == "ready" and now(run).phase == "ready", "it is back")
+    until(lambda: _answers(run), "requests go through")
     assert node_of(hosts[0]).pid == before, "the engine did not notice"
     assert all("cannot be reached" in restart.reason for restart in now(run).replicas[0].restarts)
 
 
-def test_a_host_that_loses_power_comes_back_with_its_replica(place: Place, hosts: Hosts) -> None:
+def test_a_host_that_loses_power_comes_back_with_its_replica_under_another_controller(
+    place: Place, hosts: Hosts
+) -> None:
     run = place.up(write(place, hosts, replicas=2, args={"tokens_per_s": 50}))
+    before = node_of(hosts[0]).pid
     streams = [Asking(run.url, 400) for _ in range(6)]
-    time.sleep(1.0)
+    until(lambda: all(stream.text for stream in streams), "the streams run")
     hosts[1].kill()
-    told_s = until(
-        lambda: "node2 cannot be reached" in (replica_of(run, "1").reason or ""), "status names the host", 30
-    )
+    until(lambda: "node2 cannot be reached" in (replica_of(run, "1").reason or ""), "status names the host")
+    kill(pid_of(run, "controller"))
     ends = [stream.end() for stream in streams]
     assert [end for end in ends if end.reply], "the streams of the other replica are whole"
     assert all(end.reply or end.error for end in ends), "every client gets an end"
     ask(run)  # by the other replica
     hosts[1].start()
-    back_s = until(lambda: now(run).phase == "ready", "the replica is back", 60)
-    print(f"told after {told_s:.1f} s, back {back_s:.1f} s after the power")
-    assert node_of(hosts[1], "1")
+    until(lambda: now(run).phase == "ready", "the replica is back")
+    assert node_of(hosts[1], "1") and node_of(hosts[0]).pid == before, "the other was not started again"
+    assert now(run).controller.n_restarts == 1
 
 
 def test_down_with_a_dead_host_ends_the_rest_and_clean_ends_it_later(place: Place, hosts: Hosts) -> None:
@@ -182,34 +185,34 @@ def test_down_with_a_dead_host_ends_the_rest_and_clean_ends_it_later(place: Plac
     assert run.is_ended()
 
 
+@pytest.mark.nightly
 def test_a_replica_whose_host_is_away_ends_when_the_host_is_back(place: Place, hosts: Hosts) -> None:
     """It holds its GPUs until then, so `scale` does not forget it."""
     run = place.up(write(place, hosts, replicas=2))
     hosts[1].cut()
     assert call("scale", "one", "1", "--no-wait").code == 0
-    told_s = until(
-        lambda: "could not end replica 1 on node2" in call("logs", "one", "--part", "events").out, "told", 90
-    )
+    until(lambda: "could not end replica 1 on node2" in call("logs", "one", "--part", "events").out, "told")
     assert [row.replica for row in now(run).replicas] == ["0", "1"]
     ask(run)
     hosts[1].mend()
-    ended_s = until(lambda: [row.replica for row in now(run).replicas] == ["0"], "it has ended", 60)
-    print(f"told after {told_s:.1f} s, ended {ended_s:.1f} s after the link")
+    until(lambda: [row.replica for row in now(run).replicas] == ["0"], "it has ended")
     assert not ours(hosts[1])
     assert now(run).phase == "ready"
 
 
+@pytest.mark.nightly
 def test_a_killed_up_leaves_nothing_after_down(place: Place, hosts: Hosts) -> None:
     file = write(place, hosts, args={"load_s": 20})
     with started("up", file) as child:
-        wait_until(lambda: any(p.env.get("PENSTOCK_ROLE") == "node" for p in ours(hosts[0])), "a node runs")
+        until(lambda: any(p.env.get("PENSTOCK_ROLE") == "node" for p in ours(hosts[0])), "a node runs")
         child.kill()
-        child.wait()
+        end(child)
     assert call("down", "one", "--now").code == 0
     until(lambda: left_on(hosts) == [], "nothing is left")
 
 
-@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("lost", [0, 1])
 def test_a_replica_over_two_hosts_comes_back_after_a_power_loss(place: Place, hosts: Hosts, lost: int) -> None:
     cut = {"hardware": {"nodes": 2}, "parallel": {"tensor": 2}, "engine": {"executor": "mp"}}
     run = place.up(write(place, hosts, args={"tokens_per_s": 50}, **cut))  # type: ignore[arg-type]
@@ -217,33 +220,30 @@ def test_a_replica_over_two_hosts_comes_back_after_a_power_loss(place: Place, ho
     assert announcement is not None and [node.host for node in announcement.nodes] == ["node1", "node2"]
     other = node_of(hosts[1 - lost]).pid
     stream = Asking(run.url, 900)
-    time.sleep(1.0)
-    began = time.monotonic()
+    until(lambda: stream.text, "the stream runs")
     hosts[lost].kill()
     stream.end()
-    client_s = time.monotonic() - began
     assert stream.error is not None, "the stream says that it broke off"
     name = hosts[lost].name
     until(lambda: name in (replica_of(run).reason or ""), "status names the host")
     assert now(run).phase == "degraded"
     hosts[lost].start()
-    back_s = until(lambda: now(run).phase == "ready", "the replica is back", 90)
-    print(f"{name}: the client knew after {client_s:.1f} s, back {back_s:.1f} s after the power")
+    until(lambda: now(run).phase == "ready", "the replica is back")
     assert node_of(hosts[1 - lost]).pid == other, "only the lost node was placed again"
     ask(run)
 
 
-def test_a_laptop_that_reaches_the_hosts_by_a_jump_alone(tmp_path: Path, login_hosts: Hosts) -> None:
-    with a_place(tmp_path) as place:
-        for host in login_hosts:  # a model that the laptop has not
-            host.run(["cp", "-r", str(BUNDLED), "/root/model"])
-        run = place.up(write(place, login_hosts, replicas=2, model="/root/model"))
-        assert run.plan().model.path == "/root/model"
-        ask(run)
-        login_hosts.login.cut()
-        until(lambda: "node1 cannot be reached" in (replica_of(run).reason or ""), "status tells it")
-        login_hosts.login.mend()
-        until(lambda: now(run).phase == "ready", "it is back", 60)
-        assert all("cannot be reached" in restart.reason for restart in now(run).replicas[0].restarts)
-        assert call("down", "one").code == 0
-        until(lambda: left_on(login_hosts) == [], "nothing is left")
+def test_a_laptop_that_reaches_the_hosts_by_a_jump_alone(place: Place, hosts: Hosts) -> None:
+    hosts.cut_direct()
+    for host in hosts:  # a model that the laptop has not
+        host.run(["cp", "-r", str(BUNDLED), "/root/model"])
+    run = place.up(write(place, hosts, ssh={"config": str(hosts.jump_config)}, replicas=2, model="/root/model"))
+    assert run.plan().model.path == "/root/model"
+    ask(run)
+    hosts.login.cut()
+    until(lambda: "node1 cannot be reached" in (replica_of(run).reason or ""), "status tells it")
+    hosts.login.mend()
+    until(lambda: now(run).phase == "ready", "it is back")
+    assert all("cannot be reached" in restart.reason for restart in now(run).replicas[0].restarts)
+    assert call("down", "one").code == 0
+    until(lambda: left_on(hosts) == [], "nothing is left")

@@ -14,10 +14,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from store_rig import NOW, Store, postgres, row, store
+import test_gateway_quota_sync
+import test_store_days
+from store_rig import NOW, Store, empty, postgres, row, store, writer_of
 
 from penstock.errors import PenstockError, UserError
 from penstock.gateway.accounting.key_store import Limits, check_new_key, hash_of, new_secret
+from penstock.gateway.accounting.ledger import Ledger
+from penstock.gateway.accounting.running_totals import new_totals
 from penstock.gateway.accounting.store import SCHEMA_VERSION, share
 from penstock.gateway.accounting.usage_store import FOLD_ROWS, GpuUse
 from penstock.gateway.cost import SLOT_S
@@ -130,7 +134,23 @@ def test_batch_goes_in_whole_or_not_at_all(store: Store) -> None:
 
 
 @pytest.mark.postgres
-def test_postgres_that_went_away_is_found_again(postgres: str) -> None:
+def test_postgres_keeps_what_sqlite_keeps_and_is_found_again(postgres: str) -> None:
+    """All that is tested on a store, on one server."""
+    for module in (sys.modules[__name__], test_store_days):
+        for name, test in vars(module).items():
+            if name.startswith("test_") and "store" in getattr(test, "__annotations__", ()):
+                opened = empty(postgres)
+                test(opened)
+                opened.close()
+    empty(postgres).close()
+    test_store_days.prune_at_once(postgres)
+    empty(postgres).close()
+    test_gateway_quota_sync.test_two_ledgers_sync_totals_by_their_store(postgres)
+    find_ledger_again(postgres)
+    find_again(postgres)
+
+
+def find_again(postgres: str) -> None:
     opened, other = Store(postgres), Store(postgres)
     pid = opened.database.all("SELECT pg_backend_pid()", ())[0][0]
     other.database.all("SELECT pg_terminate_backend(?)", (pid,))
@@ -140,6 +160,24 @@ def test_postgres_that_went_away_is_found_again(postgres: str) -> None:
     assert opened.keys.revision() == other.keys.revision()
     opened.close()
     other.close()
+
+
+def find_ledger_again(postgres: str) -> None:
+    totals, store = new_totals(), Store(postgres)
+    ledger = Ledger(postgres, totals)
+    totals["key:k:requests"].own = 1
+    ledger._turn()
+    pids = (
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND datname IS NOT NULL"
+    )
+    store.database.all(pids)
+    failures = []
+    for _ in range(2):
+        ledger._turn()
+        failures.append(writer_of(ledger).is_failing)
+    assert failures == [True, False]
+    ledger.close()
+    store.close()
 
 
 def test_file_is_private_and_newer_schemas_are_refused(tmp_path: Path) -> None:
@@ -198,11 +236,10 @@ def test_kill_loses_at_most_the_last_second_and_breaks_nothing(tmp_path: Path) -
     place = str(tmp_path / "store.sqlite")
     code = textwrap.dedent(_WRITER).format(place=place, tests=str(Path(__file__).parent))
     n_before = 0
-    for after_s in (0.9, 1.3, 1.77):
+    for n_lines in (150, 220, 290):
         writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         assert writer.stdout is not None
-        first = writer.stdout.readline()
-        time.sleep(after_s)
+        first = "".join(writer.stdout.readline() for _ in range(n_lines))
         writer.send_signal(signal.SIGKILL)
         killed_at = time.monotonic()
         lines = [line.split() for line in (first + writer.communicate()[0]).splitlines() if line.count(" ") == 1]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import waiting
 
 PROGRAM = """
 import sys, threading
@@ -32,7 +33,8 @@ for _ in range(200):
 
 
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_types_that_were_prepared_do_not_crash_threads() -> None:
     """Without it msgspec ends the process within some ten rounds."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=waiting.left_s())
     assert done.returncode == 0, done.stderr

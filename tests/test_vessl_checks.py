@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import yaml
+from place_stubs import client_of
 
 from penstock import targets
 from penstock.hardware import catalog
@@ -37,7 +38,8 @@ def of_file(**fields: Any) -> list[str]:
 def vessl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVessl]:
     monkeypatch.setattr(api, "_sleep", lambda _: None)
     targets.load.cache_clear()
-    with FakeVessl(tmp_path / "vessl") as fake:
+    with FakeVessl(tmp_path / "vessl", listens=False) as fake:
+        monkeypatch.setattr(api, "Client", client_of(fake.ask))
         for name, value in fake.variables.items():
             monkeypatch.setenv(name, value)
         yield fake

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import yaml
 from samples import demo_plan
+from waiting import end
 
 from penstock.deployment.container import __main__ as program
 from penstock.deployment.container import control, holder
@@ -68,8 +69,27 @@ def served() -> Iterator[tuple[Recorder, str]]:
     server.close()
 
 
-def test_each_call_reaches_the_holder_and_its_answer_comes_back(served: tuple[Recorder, str]) -> None:
+@pytest.mark.processes
+def test_calls_reach_the_holder_with_the_token_and_wrong_ones_are_refused(served: tuple[Recorder, str]) -> None:
     recorder, url = served
+    for token in (None, "", "wrong", TOKEN[:-1], TOKEN + "x"):
+        for path in (PATH, f"{PATH}/end", "/other"):
+            with pytest.raises(HttpError, match="401: the admin token is needed"):
+                Client(url, token).post_json(path, End())
+            with pytest.raises(HttpError, match="401"):
+                Client(url, token).get_json(path)
+    wrong = Client(url, TOKEN)
+    for path, body, words in (
+        ("/other", End(), "400: there is no such call"),
+        (f"{PATH}/end", {"never": 1}, "400: Object contains unknown field"),
+        (f"{PATH}/replicas", ["0"], "400: Expected `object`"),
+        (f"{PATH}/verb", {"words": ["x" * 70_000]}, "400: the body needs a length of at most 65536 bytes"),
+    ):
+        with pytest.raises(HttpError, match=words):
+            wrong.post_json(path, body)
+    with pytest.raises(HttpError, match="404"):
+        wrong.get_json("/folder")
+    assert recorder.calls == []
     client = client_of(url, TOKEN, 5.0)
     assert msgspec.convert(client.get_json(PATH), ContainerView) == ContainerView("1", stage="fetching")
     client.post_json(f"{PATH}/desired", Desired("up", 2))
@@ -80,33 +100,8 @@ def test_each_call_reaches_the_holder_and_its_answer_comes_back(served: tuple[Re
     assert recorder.calls == [Desired("up", 2), End(True), Verb(("keys",)), Named(("0",))]
 
 
-def test_without_the_token_nothing_is_read_or_done(served: tuple[Recorder, str]) -> None:
-    recorder, url = served
-    for token in (None, "", "wrong", TOKEN[:-1], TOKEN + "x"):
-        for path in (PATH, f"{PATH}/end", "/other"):
-            with pytest.raises(HttpError, match="401: the admin token is needed"):
-                Client(url, token, 5.0).post_json(path, End())
-            with pytest.raises(HttpError, match="401"):
-                Client(url, token, 5.0).get_json(path)
-    assert recorder.calls == []
-
-
-def test_wrong_calls_are_refused_with_a_reason(served: tuple[Recorder, str]) -> None:
-    recorder, url = served
-    client = Client(url, TOKEN, 5.0)
-    for path, body, words in (
-        ("/other", End(), "400: there is no such call"),
-        (f"{PATH}/end", {"never": 1}, "400: Object contains unknown field"),
-        (f"{PATH}/replicas", ["0"], "400: Expected `object`"),
-        (f"{PATH}/verb", {"words": ["x" * 70_000]}, "400: the body needs a length of at most 65536 bytes"),
-    ):
-        with pytest.raises(HttpError, match=words):
-            client.post_json(path, body)
-    with pytest.raises(HttpError, match="404"):
-        client.get_json("/folder")
-    assert recorder.calls == []
-
-
+@pytest.mark.processes
+@pytest.mark.nightly
 def test_a_taken_control_port_is_named(served: tuple[Recorder, str]) -> None:
     port = int(served[1].rpartition(":")[2])
     with pytest.raises(UserError, match=f"cannot listen on control port 127.0.0.1:{port}"):
@@ -269,7 +264,7 @@ def test_what_has_ended_in_vessl_has_ended_here(home: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("has_penstock", [True, False])
+@pytest.mark.parametrize("has_penstock", [pytest.param(True, marks=pytest.mark.nightly), False])
 def test_an_image_without_penstock_gets_it_from_the_volume_and_the_shell_is_replaced(
     has_penstock: bool, tmp_path: Path
 ) -> None:
@@ -281,7 +276,7 @@ def test_an_image_without_penstock_gets_it_from_the_volume_and_the_shell_is_repl
     python.chmod(0o755)
     variables = {"HOME": str(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"}
     child = subprocess.Popen(["sh", "-c", command], env=variables, cwd=tmp_path)
-    assert child.wait(timeout=30) == 0
+    assert end(child) == 0
     calls = [line.split(" ", 1) for line in (tmp_path / "calls").read_text("utf-8").splitlines()]
     install = [] if has_penstock else ["-m pip install --quiet /penstock-code/*.whl"]
     assert [words for _, words in calls] == [

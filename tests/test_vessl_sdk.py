@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import vessl_judge
 import yaml
-from launching import wait_until
+from waiting import until
 
 from penstock.testing.fake_vessl import forms
 from penstock.testing.fake_vessl.server import FakeVessl
@@ -51,6 +51,7 @@ def test_the_sdk_takes_every_golden_and_has_the_forms_of_the_table(tmp_path: Pat
         assert forms.run_problems(yaml.safe_load(text.replace(*change))), f"the table refuses it too: {name}"
 
 
+@pytest.mark.nightly
 def test_vessls_own_cli_lives_with_the_fake(vessl: FakeVessl, tmp_path: Path) -> None:
     """A rendered run, whose command is replaced by one that ends: created, listed, read, its log, terminated."""
     text = (GOLDEN / "plain.yaml").read_text("utf-8")
@@ -64,13 +65,14 @@ def test_vessls_own_cli_lives_with_the_fake(vessl: FakeVessl, tmp_path: Path) ->
 
     assert "/acme/runs/serving/1001" in cli(f"run create -f {file}")
     run = vessl.world.runs[1001]
-    wait_until(lambda: run.status == "running" and bool(run.logs), "the run has printed")
+    until(lambda: run.status == "running" and bool(run.logs), "the run has printed")
     out = cli("run list", "run read 1001", "run logs 1001", "run terminate 1001")
     assert out.count("llama8") >= 2 and "running" in out and "] hello" in out
-    wait_until(lambda: run.status == "terminated", "it has ended")
+    until(lambda: run.status == "terminated", "it has ended")
     assert run.processes() == []
 
 
+@pytest.mark.nightly
 def test_vessls_own_cli_lives_with_the_fakes_services(vessl: FakeVessl, tmp_path: Path) -> None:
     """A rendered revision, whose command is replaced: created, given the traffic, listed, read, scaled, terminated."""
     form = yaml.safe_load((GOLDEN / "service.yaml").read_text("utf-8"))
@@ -85,7 +87,7 @@ def test_vessls_own_cli_lives_with_the_fakes_services(vessl: FakeVessl, tmp_path
 
     assert "/acme/services/llama8" in cli(f"service create -f {file} -s llama8 --set-current-active -y")
     service = vessl.world.services["llama8"]
-    wait_until(lambda: "(not enabled)" not in cli("service read --service llama8"), "it has the traffic")
+    until(lambda: "(not enabled)" not in cli("service read --service llama8"), "it has the traffic")
     out = cli(
         "service list",
         "service read --service llama8 --detail",
@@ -94,4 +96,4 @@ def test_vessls_own_cli_lives_with_the_fakes_services(vessl: FakeVessl, tmp_path
     )
     assert "llama8" in out and service.balancer.url in out and "Revision #1" in out and "nvidia.com/gpu" in out
     assert service.revisions[1].form["service"]["autoscaling"]["max"] == 2
-    wait_until(lambda: service.revisions[1].status == "stopped", "it has ended")
+    until(lambda: service.revisions[1].status == "stopped", "it has ended")

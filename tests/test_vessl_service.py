@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import ask, call, now, wait_ready, wait_until
+from launching import ask, call, now, wait_ready
 from store_rig import postgres as postgres
 from vessl_rig import Rented, rented
+from waiting import until
 
 from penstock import targets
 from penstock.run_folder import Run, find
@@ -52,7 +53,7 @@ def test_a_file_becomes_a_service_that_answers_and_ends_without_a_trace(
     for words in (["chat", "one", "--message", "hello"], ["keys", "list", "--deployment", "one"]):
         done = call(*words)
         assert done.code != 0 and 'cannot reach the keys of "one"' in done.err and "OPENAI_API_KEY" in done.err, done
-    wait_until(lambda: bool(call("logs", "one").out), "its log has lines")
+    until(lambda: bool(call("logs", "one").out), "its log has lines")
     assert "replica 0: " in call("logs", "one", "--part", "gateway").out
     scaled = call("scale", "one", "2")
     assert scaled.code == 2 and "would not share their keys" in scaled.err, scaled
@@ -68,7 +69,7 @@ def test_a_file_becomes_a_service_that_answers_and_ends_without_a_trace(
     down = call("down", "one")
     assert down.code == 0 and place.leftovers() == [], down
     monkeypatch.setenv("PENSTOCK_HOME", str(place.place.folder / "home"))
-    wait_until(lambda: now(run).phase == "down", "the first machine sees that it has ended")
+    until(lambda: now(run).phase == "down", "the first machine sees that it has ended")
     assert 'has no service "one" any more' in (now(run).reason or "")
 
 
@@ -90,20 +91,14 @@ def test_workers_share_keys_and_vessl_has_as_many_as_were_asked_for(place: Rente
     assert all(row.container.status == "running" for _, row in service.workers)
     first = service.revisions[1].workers[0]
     first.container.terminate("failed", "the node was lost", without_grace=True)
-    wait_until(lambda: now(run).phase == "ready" and service.revisions[1].n_started == 3, "VESSL replaced it")
+    until(lambda: now(run).phase == "ready" and service.revisions[1].n_started == 3, "VESSL replaced it")
     ask(run, key=key)
     assert call("scale", "one", "auto").code == 0
     assert service.revisions[1].form["service"]["autoscaling"]["max"] == 3
     assert call("down", "one").code == 0 and place.leftovers() == []
 
 
-def test_a_start_that_a_worker_refuses_fails_with_its_words_and_leaves_nothing(place: Rented) -> None:
-    """VESSL calls the preset's machine one with an L4, and the worker has none."""
-    done = call("up", place.write(vessl={**SERVICE, "preset": "gpu-l4-small"}, hardware={"gpu": "l4"}))
-    assert done.code != 0 and '"l4", but' in done.err and "has no GPU" in done.err, done
-    assert place.leftovers() == []
-
-
+@pytest.mark.nightly
 def test_what_was_made_without_an_answer_is_not_made_twice(place: Rented) -> None:
     for lost in ("model_services$", "create_with_yaml", "rollouts$"):
         place.world.faults.append(Fault(f"POST .*/{lost}", 503, "Unavailable", "timeout", is_after=True))
@@ -114,26 +109,29 @@ def test_what_was_made_without_an_answer_is_not_made_twice(place: Rented) -> Non
     assert call("down", "one", "--now").code == 0
 
 
+@pytest.mark.nightly
 def test_a_revision_that_somebody_stops_is_down_here(place: Rented) -> None:
     run, _ = up(place.write(vessl=SERVICE))
     place.world.services["one"].revisions[1].end()
-    wait_until(lambda: now(run).phase == "down", "the end is seen")
+    until(lambda: now(run).phase == "down", "the end is seen")
     assert "VESSL calls revision 1 stopped" in call("status", "one").out
     assert call("down", "one").code == 0
     place.world.services.pop("one", None)
 
 
+@pytest.mark.nightly
 def test_an_outage_of_vessl_changes_nothing(place: Rented, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.targets.vessl.api._sleep", lambda _: None)
     run, key = up(place.write(vessl=SERVICE))
     place.world.faults.append(Fault("GET .*/model_services/", 502, "BadGateway", "bad gateway", n_times=10_000))
-    wait_until(lambda: "bad gateway" in call("status", "one").out, "it is said")
+    until(lambda: "bad gateway" in call("status", "one").out, "it is said")
     assert "this is what was seen at" in call("status", "one").out
     ask(run, key=key)
     place.world.faults.clear()
     assert call("down", "one").code == 0
 
 
+@pytest.mark.nightly
 def test_a_service_of_another_is_not_touched(place: Rented) -> None:
     place.world.services["one"] = theirs = Service("one", "made by hand")
     done = call("up", place.write(vessl=SERVICE))

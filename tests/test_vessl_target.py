@@ -13,7 +13,7 @@ from penstock import targets
 from penstock.run_folder import Launch
 from penstock.testing.conformance import check_target
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.nightly]  # in `make check` on containers in memory
 
 
 @pytest.fixture

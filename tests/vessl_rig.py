@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Place, a_place, wait_until
+from launching import Place, a_place
+from waiting import until
 
 from penstock.targets import load, waiting
 from penstock.targets.vessl import runs, services
@@ -65,4 +66,4 @@ def rented(folder: Path) -> Iterator[Rented]:
         with a_place(folder) as place:
             ours = Rented(place, vessl)
             yield ours
-        wait_until(lambda: not ours.leftovers(), f"nothing is left: {ours.leftovers()}")
+        until(lambda: not ours.leftovers(), f"nothing is left: {ours.leftovers()}")

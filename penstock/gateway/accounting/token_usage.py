@@ -25,6 +25,7 @@ _LF_GAP, _CRLF_GAP = b"\n\n", b"\r\n\r\n"
 
 TAIL_BYTES: Final = 4096
 HEAD_BYTES: Final = 1024
+PIECE_BYTES: Final = 1024  # what a piece of a stream is joined up to; a usage event is shorter
 MAX_WHOLE_BYTES: Final = 8 * 1024
 MAX_HELD_BYTES: Final = 16 * 1024  # an event of more is not the one with the usage
 MAX_TOKENS: Final = 10**9  # no request has so many
@@ -134,7 +135,7 @@ class BodyWatch:
 
 
 class StreamWatch:
-    """A stream that passes as it is: events are counted, and its last two pieces kept for the usage at its end."""
+    """A stream that passes as it is: events are counted, and its end is kept, for the usage there."""
 
     __slots__ = ("_before", "_last", "_mark", "_n_lines")
 
@@ -152,7 +153,10 @@ class StreamWatch:
         if data:
             # An event is a line and an empty one. One byte is looked for three times as fast as two.
             self._n_lines += data.count(self._mark or b"\n")
-            self._before, self._last = self._last, data
+            if len(self._last) < PIECE_BYTES:
+                self._last += data  # else a usage event that is torn into three reads is lost
+            else:
+                self._before, self._last = self._last, data
         return data
 
     def usage(self) -> Usage | None:

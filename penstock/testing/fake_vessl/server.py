@@ -10,7 +10,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
@@ -34,23 +34,31 @@ from penstock.testing.fake_vessl.containers import Container
 
 
 class FakeVessl:
-    """`world` may be changed while it serves; leaving the block ends all runs."""
+    """`world` may be changed while it serves; leaving the block ends all runs. With `listens=False` nothing listens:
+    `ask` takes a request."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, listens: bool = True) -> None:
         self.world = World(folder)
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self.world))
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self.world)) if listens else None
+        self.url = f"http://127.0.0.1:{self._server.server_port if self._server is not None else 1}"
 
     def __enter__(self) -> FakeVessl:
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        if self._server is not None:
+            self._server.daemon_threads = True
+            threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         return self
+
+    def ask(self, method: str, path: str, data: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        """The status and body of an answer, as a client of the URL gets them; names of `headers` are lower case."""
+        status, value = _asked(self.world, method, path, data, headers.get("authorization"))
+        return status, json.dumps(value).encode()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
         for run in self.world.living:
             run.terminate(without_grace=True)
             run.wait(10.0)
@@ -234,27 +242,31 @@ def _answer(world: World, method: str, path: str, body: Any) -> Any:
     raise Refused(404, "NotFound", f"there is no {method} {parts.path}")
 
 
+def _asked(world: World, method: str, path: str, data: bytes, authorization: str | None) -> tuple[int, Any]:
+    """The status and value of an answer."""
+    line = f"{method} {path}"
+    world.calls.append(line)
+    fault = next((row for row in world.faults if row.n_times and re.search(row.pattern, line)), None)
+    try:
+        if authorization != f"Token {TOKEN}":
+            raise Refused(401, "InvalidToken", "invalid access token")
+        if fault is not None and not fault.is_after:
+            fault.n_times -= 1
+            raise Refused(fault.status, fault.code, fault.message)
+        answer = _answer(world, method, path, json.loads(data) if data else None)
+        if fault is not None:
+            fault.n_times -= 1
+            raise Refused(fault.status, fault.code, fault.message)
+        return 200, answer
+    except Refused as exc:
+        return exc.status, {"code": exc.code, "message": str(exc)}
+
+
 def _handler(world: World) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def _serve(self) -> None:
-            length = int(self.headers.get("content-length") or 0)
-            data = self.rfile.read(length)
-            line = f"{self.command} {self.path}"
-            world.calls.append(line)
-            fault = next((row for row in world.faults if row.n_times and re.search(row.pattern, line)), None)
-            try:
-                if self.headers.get("authorization") != f"Token {TOKEN}":
-                    raise Refused(401, "InvalidToken", "invalid access token")
-                if fault is not None and not fault.is_after:
-                    fault.n_times -= 1
-                    raise Refused(fault.status, fault.code, fault.message)
-                answer = _answer(world, self.command, self.path, json.loads(data) if data else None)
-                if fault is not None:
-                    fault.n_times -= 1
-                    raise Refused(fault.status, fault.code, fault.message)
-                self._send(200, answer)
-            except Refused as exc:
-                self._send(exc.status, {"code": exc.code, "message": str(exc)})
+            data = self.rfile.read(int(self.headers.get("content-length") or 0))
+            self._send(*_asked(world, self.command, self.path, data, self.headers.get("authorization")))
 
         def _send(self, status: int, value: Any) -> None:
             body = json.dumps(value).encode()

@@ -2,6 +2,8 @@
 
 with Workbench(pods) as workbench:
     workbench.url, workbench.key
+
+With `listens=False` nothing listens and nothing moves by itself: `ask` takes a request, `workloads.move` a step.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.testing.fake_workbench import description
 from penstock.testing.fake_workbench.description import Vintage
@@ -37,12 +39,18 @@ def runtime(
     return {**facts, "full_version": version, "status": status}
 
 
+class Request(NamedTuple):
+    command: str
+    path: str
+    headers: Any
+
+
 class Workbench:
     """A workbench with one project. Its attributes may be changed by tests at any time."""
 
     def __init__(
         self, pods: Pods, domain: str = "cml.test", vintage: Vintage = "cloud", tls: ssl.SSLContext | None = None,
-        upload: str = "PUT", host: str = "0.0.0.0",
+        upload: str = "PUT", host: str = "0.0.0.0", listens: bool = True,
     ) -> None:  # fmt: skip
         self.key, self.vintage, self.pods, self.upload = "key-of-ada", vintage, pods, upload
         self.project: dict[str, Any] = {"id": PROJECT_ID, "name": PROJECT, "shared_memory_limit": 64}
@@ -61,6 +69,19 @@ class Workbench:
         self.cut_streams_after_s: float | None = None
         self.cut_silence_after_s = 60.0
         self.buffers_streams = False  # as a proxy that passes an answer on when it is whole
+        self._server = self._listening(host, tls) if listens else None
+        self.domain = f"{domain}:{self._server.server_address[1]}" if self._server is not None else domain
+        self.url = f"http{'s' if tls else ''}://{self.domain}"
+        env = {
+            "CDSW_PROJECT_ID": PROJECT_ID, "CDSW_PROJECT": PROJECT, "CDSW_DOMAIN": self.domain,
+            "CDSW_APIV2_KEY": self.key, "CDSW_API_KEY": _V1_KEY, "HOME": "/home/cdsw", "FAKE_VINTAGE": vintage,
+        }  # fmt: skip
+        self.workloads = Workloads(pods, env, moves=listens)
+        if self._server is not None:
+            serve = self._server.serve_forever
+            threading.Thread(target=serve, kwargs={"poll_interval": 0.05}, daemon=True).start()
+
+    def _listening(self, host: str, tls: ssl.SSLContext | None) -> ThreadingHTTPServer:
         workbench = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -74,26 +95,19 @@ class Workbench:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer((host, 0), Handler)
-        self._server.daemon_threads = True
+        server = ThreadingHTTPServer((host, 0), Handler)
+        server.daemon_threads = True
         if tls is not None:
-            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
-        self.domain = f"{domain}:{self._server.server_address[1]}"
-        self.url = f"http{'s' if tls else ''}://{self.domain}"
-        env = {
-            "CDSW_PROJECT_ID": PROJECT_ID, "CDSW_PROJECT": PROJECT, "CDSW_DOMAIN": self.domain,
-            "CDSW_APIV2_KEY": self.key, "CDSW_API_KEY": _V1_KEY, "HOME": "/home/cdsw", "FAKE_VINTAGE": vintage,
-        }  # fmt: skip
-        self.workloads = Workloads(pods, env)
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-        self._thread.start()
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
+        return server
 
     def __enter__(self) -> Workbench:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
         self.workloads.close()
 
     def left(self) -> list[str]:
@@ -111,7 +125,7 @@ class Workbench:
             return
         n_bytes = int(handler.headers.get("content-length") or 0)
         data = handler.rfile.read(n_bytes)
-        status, answer = self._answer(handler, data)
+        status, answer = self._answer(Request(handler.command, handler.path, handler.headers), data)
         body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         handler.send_response(status)
         handler.send_header(
@@ -121,7 +135,12 @@ class Workbench:
         handler.end_headers()
         handler.wfile.write(body)
 
-    def _answer(self, handler: BaseHTTPRequestHandler, data: bytes) -> tuple[int, Any]:
+    def ask(self, method: str, path: str, data: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        """The status and body of an answer, as a client of the URL gets them; names of `headers` are lower case."""
+        status, answer = self._answer(Request(method, path, headers), data)
+        return status, answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+
+    def _answer(self, handler: Request, data: bytes) -> tuple[int, Any]:
         parts = urllib.parse.urlsplit(handler.path)
         self.calls.append(f"{handler.command} {parts.path}")
         engine = re.fullmatch(r"/api/v1/engines/([^/]+)/workers(?:/([^/]+)/stop)?", parts.path)
@@ -283,7 +302,7 @@ class Workbench:
                 return "too many GPUs for a workload"
         return None
 
-    def _workers(self, handler: BaseHTTPRequestHandler, engine: str, own: str | None, data: bytes) -> tuple[int, Any]:
+    def _workers(self, handler: Request, engine: str, own: str | None, data: bytes) -> tuple[int, Any]:
         """What the module cml.workers_v1 of a kernel asks."""
         if handler.headers.get("authorization") != f"Basic {base64.b64encode(f'{_V1_KEY}:'.encode()).decode()}":
             return _refusal(401, "Unauthorized")
@@ -310,7 +329,7 @@ class Workbench:
 
     # ---- files -------------------------------------------------------------------------------------------------------
 
-    def _file(self, handler: BaseHTTPRequestHandler, path: str, data: bytes) -> tuple[int, Any]:
+    def _file(self, handler: Request, path: str, data: bytes) -> tuple[int, Any]:
         folder = self.pods.folder.resolve()
         if path.endswith(":download") and handler.command == "POST":
             file = (folder / path.removesuffix(":download")).resolve()
@@ -335,7 +354,7 @@ class Workbench:
         rows = [_file_row(folder, entry) for entry in (sorted(place.iterdir()) if place.is_dir() else [place])]
         return self._page("files", rows, query)
 
-    def _upload(self, handler: BaseHTTPRequestHandler, folder: Path, data: bytes) -> tuple[int, Any]:
+    def _upload(self, handler: Request, folder: Path, data: bytes) -> tuple[int, Any]:
         """One part, whose name is the path."""
         border = re.fullmatch(r"multipart/form-data; boundary=(\S+)", handler.headers.get("content-type", ""))
         if border is None:

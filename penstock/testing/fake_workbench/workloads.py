@@ -65,9 +65,10 @@ class Workload:
 
 
 class Workloads:
-    """All of them, moved on by a thread. `env`: of every pod. `faults` and `capacity` may change at any time."""
+    """All of them, moved on by a thread, or without `moves` by `move`. `env`: of every pod. `faults` and `capacity` may
+    change at any time."""
 
-    def __init__(self, pods: Pods, env: Mapping[str, str]) -> None:
+    def __init__(self, pods: Pods, env: Mapping[str, str], moves: bool = True) -> None:
         self._pods, self._env = pods, dict(env)
         self.lock = threading.RLock()
         self.applications: dict[str, Workload] = {}
@@ -78,12 +79,14 @@ class Workloads:
         self.most_minutes: int | None = None  # of the site, for jobs that start from now on, whatever they ask for
         self._numbers = itertools.count(1)
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._move, name="workbench", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._keep_moving, name="workbench", daemon=True)
+        if moves:
+            self._thread.start()
 
     def close(self) -> None:
         self._over.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         for workload in [*self.applications.values(), *self.runs.values(), *self.workers.values()]:
             if workload.pod is not None:
                 workload.pod.kill()
@@ -157,12 +160,16 @@ class Workloads:
 
     # ---- what moves by itself ----------------------------------------------------------------------------------------
 
-    def _move(self) -> None:
+    def _keep_moving(self) -> None:
         while not self._over.wait(_LOOK_S):
-            with self.lock:
-                every = [*self.applications.values(), *self.runs.values(), *self.workers.values()]
-            for workload in every:
-                self._step(workload)
+            self.move()
+
+    def move(self) -> None:
+        """Move every workload one step on."""
+        with self.lock:
+            every = [*self.applications.values(), *self.runs.values(), *self.workers.values()]
+        for workload in every:
+            self._step(workload)
 
     def _step(self, workload: Workload) -> None:
         if workload.is_over or (workload.fault == "schedules for ever" and workload.status == "SCHEDULING"):
