@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,10 +70,11 @@ class Watch:
     def __init__(self) -> None:
         self.allowed: frozenset[Kind] | None = None
         self.attempts: list[str] = []
+        self.others: set[int | None] = set()  # threads that an earlier test left
         self.is_installed = False
 
     def refuse(self, kind: Kind, act: str) -> None:
-        if self.allowed is None or kind in self.allowed:
+        if self.allowed is None or kind in self.allowed or threading.get_ident() in self.others:
             return
         message = f"a test of the quick tier: {act}; {INSTEAD[kind]}"
         self.attempts.append(message)
@@ -119,7 +121,9 @@ def is_quick(item: pytest.Item) -> bool:
 @contextmanager
 def watched(file: str, watch: Watch = WATCH) -> Iterator[None]:
     """Refuse what a quick test of that file must not do.  Raises Attempt at the end where the code swallowed it."""
-    watch.allowed, watch.attempts = STILL.get(file, frozenset()), []
+    watch.attempts = []
+    watch.others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+    watch.allowed = STILL.get(file, frozenset())
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ import contextlib
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -109,6 +110,22 @@ def test_an_attempt_that_the_code_swallowed_fails_its_test_at_the_end() -> None:
         watch.refuse("wait", "a pause")
     assert watch.allowed is None
     watch.refuse("wait", "a pause between two tests")
+
+
+def test_a_thread_that_an_earlier_test_left_is_not_blamed_on_this_one() -> None:
+    watch, go, done = quick_tier.Watch(), threading.Event(), list[bool]()
+
+    def left() -> None:
+        go.wait()
+        watch.refuse("wait", "a pause")
+        done.append(True)
+
+    thread = threading.Thread(target=left, daemon=True)
+    thread.start()
+    with quick_tier.watched("test_x.py", watch):
+        go.set()
+        thread.join()
+    assert done == [True]
 
 
 def test_files_that_still_do_what_they_must_not_are_there() -> None:
