@@ -53,7 +53,6 @@ from penstock.wire.live import Event
 
 FAULTS_S, CALM_S = 60.0, 240.0
 _SHARE = 10  # seeds that a worker process takes at once
-_LATE_S = 1.5  # what the place shows, and what is on its way
 _TIMEOUT_S = 2.0
 
 
@@ -148,18 +147,18 @@ class Network:
         machine, draw = self._machine, self._machine.random.random()
         caller = machine.current
         machine.step(0.002)
-        if caller in self.cut or (self._life.has_faults and draw < 0.02):
+        if caller in self.cut or (self._life.has_faults and draw < 0.03):
             return self._silence()
         gateway = self._life.gateway()
         if gateway is None:
             raise PenstockError("connection refused", is_retryable=True)
         answer = gateway.call(path, body)
-        if self._life.has_faults and 0.02 < draw < 0.04:
+        if self._life.has_faults and 0.03 < draw < 0.05:
             machine.step(0.1)
             with contextlib.suppress(PenstockError):
                 gateway.call(path, body)
         machine.step(0.002)
-        if self._life.has_faults and 0.04 < draw < 0.06:
+        if self._life.has_faults and 0.05 < draw < 0.08:
             return self._silence()
         return answer
 
@@ -263,6 +262,8 @@ class Life:
         others = [other for other in self.machine.living("node", name) if other is not process]
         if others:
             raise Broken(f"replica {name} has two owners: {others[0]} and {process}")
+        if self.has_faults:
+            self._disturb_start(process)
 
         def main() -> int:
             args = NodeArgs(name, 0)
@@ -321,28 +322,48 @@ class Life:
         victim = self.random.choice(living) if living else None
         if draw < 0.15:
             self._scale()
-        elif draw < 0.25 and victim is not None:  # its way to the gateway is cut
-            self.network.cut.add(victim)
-            machine.note(f"cut {victim}")
-            machine.after(12.0 * self.random.random(), lambda: self.network.cut.discard(victim))
+        elif draw < 0.25 and victim is not None:
+            self._cut(victim, 12.0)
         elif draw < 0.35 and (running := [row for row in self.engines.values() if row.is_up]):
             self.random.choice(running).is_hung = True
         elif draw < 0.45 and victim is not None and MARK_REPLICA in victim.marks:  # all of a replica at once
             for engine in self.engines.values():
                 engine.is_off |= engine.process.is_alive and engine.name == victim.marks[MARK_REPLICA]
             for process in list(machine.living(replica=victim.marks[MARK_REPLICA])):
-                machine.kill(process)
+                self._kill(process)
         elif draw < 0.5:  # the home of all runs is away
             self.run.is_hidden = True
             machine.after(8.0 * self.random.random(), self._show)
         elif draw < 0.55:
             for role in ("controller", "watchdog"):
                 for process in list(machine.living(role)):
-                    machine.kill(process)
-            machine.after(5.0 * self.random.random(), self.up)
+                    self._kill(process)
         elif victim is not None:
-            machine.kill(victim)
+            self._kill(victim)
         machine.after(self.random.expovariate(0.15), self._fault)
+
+    def _kill(self, process: SimProcess) -> None:
+        """Kill it; somebody types `up` when nothing is left that would bring the controller back."""
+        self.machine.kill(process)
+        watchers = [*self.machine.living("controller"), *self.machine.living("watchdog")]
+        if process.role in ("controller", "watchdog") and not watchers:
+            self.machine.after(5.0 * self.random.random(), self.up)
+
+    def _disturb_start(self, node: SimProcess) -> None:
+        """A node has been started and is not noted yet: its controller may die now, or its network be late."""
+        draw, machine = self.random.random(), self.machine
+        if draw < 0.1 and node.parent is not None:
+            machine.at(machine.time_s, lambda: self._kill(cast(SimProcess, node.parent)))
+            if draw < 0.05:
+                machine.after(2.0 * self.random.random(), self._scale)
+        elif draw < 0.15:
+            self._cut(node, 8.0)
+
+    def _cut(self, process: SimProcess, most_s: float) -> None:
+        """Cut its way to the gateway for a while."""
+        self.network.cut.add(process)
+        self.machine.note(f"cut {process}")
+        self.machine.after(most_s * self.random.random(), lambda: self.network.cut.discard(process))
 
     def _show(self) -> None:
         self.run.is_hidden = False
@@ -362,13 +383,16 @@ class Life:
                 raise Broken(f"{gateway.context.queue.waiting} requests wait, {QUEUE} may")
 
     def check_state(self, state: Any) -> None:
-        """Each time that it is written."""
+        """Each time that it is written: no replica is ready by what a node announced whose end is noted in it."""
         for row in state.replicas:
-            nodes = list(self.machine.living("node", row.replica))
-            if row.state != "ready" or not nodes or self.machine.time_s - nodes[0].started_at < _LATE_S:
+            nodes = [node for node in self.machine.processes.values() if node.marks.get(MARK_REPLICA) == row.replica]
+            nodes = [node for node in nodes if node.role == "node"]
+            if row.state != "ready" or len(nodes) < 2:
                 continue
-            if row.announcement.started_at < EPOCH_S + nodes[0].started_at - 0.1:
-                raise Broken(f"replica {row.replica} is called ready by what the node before {nodes[0]} announced")
+            before, newest = nodes[-2:]
+            is_of_before = row.announcement.started_at < EPOCH_S + newest.started_at - 0.1
+            if is_of_before and any(restart.at > EPOCH_S + before.ended_s for restart in row.restarts):
+                raise Broken(f"replica {row.replica} is called ready by what {before} announced, which has ended")
 
     def check_requests(self) -> None:
         for client in self.clients:
@@ -414,8 +438,6 @@ class Life:
         for engine in self.engines.values():
             engine.is_hung = False
         machine.note("calm")
-        if not any(machine.living("watchdog")):
-            self.up()
         ends_at = machine.time_s + CALM_S
         while (why := self.why_not_ready()) is not None:
             if self._has_failed():
@@ -475,7 +497,7 @@ def patched(life: Life, fault: Fault | None) -> Iterator[None]:
         (stop, "remove_temporary", lambda _: None),
     ]
     if fault is not None:
-        rows.append((fault.owner, fault.name, fault.value))
+        rows += fault.patches
     before = [(module, name, getattr(module, name)) for module, name, _ in rows]
     for module, name, value in rows:
         setattr(module, name, value)

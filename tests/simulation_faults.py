@@ -13,14 +13,14 @@ from penstock.gateway.connections import engine
 from penstock.gateway.streams import Ending
 from penstock.targets import local
 
+_POST_EACH = Controller._post_each
+
 
 class Fault(NamedTuple):
-    """`commit` mended it; (`owner`, `name`, `value`) brings it back."""
+    """`commit` mended it; `patches` bring it back: (owner, name, value) each."""
 
     commit: str
-    owner: Any
-    name: str
-    value: Any
+    patches: tuple[tuple[Any, str, Any], ...]
 
 
 def _without_sight(controller: Controller) -> bool:
@@ -28,19 +28,31 @@ def _without_sight(controller: Controller) -> bool:
 
 
 def _believes_old_leases(desired: Any, seen: Any, history: Any, now: float, scaling: Any = None) -> Any:
-    return observe.summarise(desired, seen, msgspec.structs.replace(history, replicas={}), now, scaling)
+    if seen.view is not None:
+        rows = tuple(msgspec.structs.replace(row, age_s=0.0) if row.is_alive else row for row in seen.view.replicas)
+        seen = msgspec.structs.replace(seen, view=msgspec.structs.replace(seen.view, replicas=rows))
+    return observe.summarise(desired, seen, history, now, scaling)
+
+
+def _forgets_nothing(controller: Controller, path: str, replicas: Any) -> None:
+    if path != "/admin/forget":
+        _POST_EACH(controller, path, replicas)
 
 
 FAULTS = {
     # A controller that is killed between a start and its note leaves a replica that nobody ends.
-    "unnoted start is not adopted": Fault("44084469", local, "_started_before", lambda run, name: {}),
-    "order is not noted before the start": Fault("44084469", Controller, "_note_ordered", lambda self, units: None),
+    "unnoted start is not adopted": Fault("44084469", ((local, "_started_before", lambda run, name: {}),)),
+    "order is not noted before the start": Fault(
+        "44084469", ((Controller, "_note_ordered", lambda self, units: None),)
+    ),
     # A home that is unmounted for a moment looks like a run that was removed.
-    "hidden home ends the controller": Fault("78e12f40", Controller, "_is_wanted", _without_sight),
+    "hidden home ends the controller": Fault("78e12f40", ((Controller, "_is_wanted", _without_sight),)),
     # The lease of the node before makes its successor "ready" while that loads.
-    "old lease counts as ready": Fault("ebf9db7b", loop, "summarise", _believes_old_leases),
+    "old lease counts as ready": Fault(
+        "ebf9db7b", ((loop, "summarise", _believes_old_leases), (Controller, "_post_each", _forgets_nothing))
+    ),
     # An engine that is lost after its last event, and before the end of its answer, makes a whole stream an error.
-    "whole stream ends as an error": Fault("3487f1b4", Ending, "has_done", lambda self: False),
+    "whole stream ends as an error": Fault("3487f1b4", ((Ending, "has_done", lambda self: False),)),
     # Nothing ends the connections of a machine without power, once another node has its replica's name.
-    "machine without power holds requests": Fault("e2c19f5a", engine, "USER_TIMEOUT_MS", 10**9),
+    "machine without power holds requests": Fault("e2c19f5a", ((engine, "USER_TIMEOUT_MS", 10**9),)),
 }

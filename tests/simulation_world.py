@@ -74,6 +74,7 @@ class SimProcess:
         self.machine, self.pid, self.role, self.marks, self.parent = machine, pid, role, dict(marks), parent
         self.started_at = round(machine.time_s, 2)
         self.exit_code: int | None = None
+        self.ended_s = 0.0
         self.tasks: list[Task] = []
         self.on_term: Callable[[], None] | None = None  # what SIGTERM does; None: it ends
         self.on_end: list[Callable[[], None]] = []
@@ -89,7 +90,7 @@ class SimProcess:
 
     def end(self, code: int) -> None:
         if self.exit_code is None:
-            self.exit_code = code
+            self.exit_code, self.ended_s = code, self.machine.time_s
             self.machine.note(f"process {self.role} {self.pid} ended: {code}")
             for call in self.on_end:
                 call()
