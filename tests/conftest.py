@@ -5,35 +5,32 @@ With PENSTOCK_REQUIRE_ALL=1 a skipped test is a failed one: that is what continu
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import inspect
 import os
+import re
 import shutil
 import signal
 import subprocess
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import hypothesis
 import pytest
-from cloudera_rig import pod_hosts, podless, workbench, workbench_place  # noqa: F401 - fixtures
-from hosts_fixtures import (  # noqa: F401 - fixtures
-    desk,
-    hosts,
-    ray_cluster,
-    ray_on_two_hosts,
-    slurm,
-    slurm_on,
-    two_hosts,
-)
-from kubernetes_fixtures import kubernetes, kubernetes_cluster  # noqa: F401 - fixtures
-from launching import Place, a_place
+import quick_tier
 
-# How fast examples are on a busy machine says nothing of what they test.
+if TYPE_CHECKING:
+    from launching import Place
+
+# How fast examples are on a busy machine says nothing of what they test. Each run has other examples.
 hypothesis.settings.register_profile(
-    "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "unhurried",
+    max_examples=int(os.environ.get("PENSTOCK_EXAMPLES", "25")),
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("unhurried")
 
@@ -48,6 +45,9 @@ RIGS = {
     "pod_hosts": "cloudera",
     "two_hosts": "hosts",
 }
+# Modules with the fixtures of rigs.
+FIXTURES = ("hosts_fixtures", "kubernetes_fixtures", "cloudera_rig")
+MODULE_MARKS = re.compile(r"^pytestmark = (.*)$", re.MULTILINE)
 LONGEST_FIRST = ("vllm", "slurm", "hosts", "kubernetes", "ray", "llamacpp", "postgres")
 
 ReportT = TypeVar("ReportT", pytest.TestReport, pytest.CollectReport)
@@ -93,6 +93,8 @@ def loop_factory(request: pytest.FixtureRequest) -> object:
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
     """A home to start deployments in with the fake engine; nothing may be left of them."""
+    from launching import a_place
+
     with a_place(tmp_path) as found:
         yield found
 
@@ -114,16 +116,51 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return cert, key
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """A shell starts background jobs with SIGINT ignored, children inherit that, and no test could press Ctrl-C."""
+    quick_tier.WATCH.install()
+    for name in FIXTURES:
+        config.pluginmanager.import_plugin(name)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def is_without(config: pytest.Config, marker: str) -> bool:
+    """Return whether `-m "not (A or B)"` leaves out every test with that marker.
+
+    Any other expression may choose such a test for another of its markers.
+    """
+    chosen = re.fullmatch(r"not \((\w+(?: or \w+)*)\)", str(config.option.markexpr))
+    return chosen is not None and marker in chosen[1].split(" or ")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file whose `pytestmark` leaves out all its tests is not even imported."""
+    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    marks = MODULE_MARKS.search(collection_path.read_text("utf-8"))
+    names = re.findall(r"pytest\.mark\.(\w+)", marks[1]) if marks else []
+    return True if any(is_without(config, name) for name in names) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collection makes half a million objects that stay: a collector of garbage need not visit them again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For `--dist loadgroup`: one group a rig, the longest first, and each test without a rig by itself."""
     groups = {item: worker_group(item) for item in items}
+    # For `--dist worksteal`: the head of a worker's tests is never stolen, and to parse all files twice is dear.
+    items.sort(key=lambda item: item.path.name != "test_tidy.py")
     items.sort(key=lambda item: LONGEST_FIRST.index(group) if (group := groups[item]) in LONGEST_FIRST else 9)
     for item, group in groups.items():
         if group is not None:
@@ -151,6 +188,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, package in NEEDS.items():
         if item.get_closest_marker(marker) and importlib.util.find_spec(package) is None:
             pytest.skip(f"the package {package} is not installed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    if not quick_tier.is_quick(item):
+        return (yield)
+    with quick_tier.watched(item.path.name):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.deployment.autoscale import STALE_S, Decision, Policy, Recent, ReplicaSample, Sample, State, scale
 from penstock.spec.deployment import Replicas, ScalingPolicy, ScalingRules
+
+pytestmark = pytest.mark.simulation
 
 METRICS = st.sampled_from(("slo", "waiting", "in_flight", "kv"))
 STATES: st.SearchStrategy[Literal["starting", "ready", "draining"]] = st.sampled_from(("starting", "ready", "draining"))

@@ -14,6 +14,8 @@ from penstock.models import files
 from penstock.testing.fake_engine.options import Options
 from penstock.testing.fake_engine.running import InThread, in_thread
 
+pytestmark = pytest.mark.processes  # a server in a thread: sockets
+
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[InThread]:

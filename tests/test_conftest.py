@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import quick_tier
 
 from penstock import paths
 
+pause = asyncio.sleep
 SKIPPED = ("test_x.py", 3, "Skipped: no such machine")
 
 
@@ -69,3 +80,54 @@ def test_a_test_that_needs_an_absent_engine_is_skipped(
 
 def test_every_test_has_a_home_of_its_own(home: Path, tmp_path: Path) -> None:
     assert paths.home() == home and home.is_relative_to(tmp_path) and not home.exists()
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (partial(time.sleep, 0.001), "time.sleep.*World"),
+        (lambda: asyncio.run(pause(0.001)), "asyncio.sleep.*World"),
+        (lambda: subprocess.run([sys.executable, "-V"]), "subprocess.Popen.*mark it `processes`"),
+        (lambda: socket.create_connection(("127.0.0.1", 9)), "socket.connect.*mark it `processes`"),
+        (lambda: socket.socket().bind(("127.0.0.1", 0)), "socket.bind.*mark it `processes`"),
+    ],
+)
+def test_a_quick_test_may_not_wait_nor_use_processes_or_sockets(act: Callable[[], object], words: str) -> None:
+    with pytest.raises(quick_tier.Attempt, match=words):
+        act()
+    quick_tier.WATCH.attempts.clear()
+    asyncio.run(asyncio.sleep(0))
+
+
+def test_an_attempt_that_the_code_swallowed_fails_its_test_at_the_end() -> None:
+    watch = quick_tier.Watch()
+    swallowed = contextlib.suppress(quick_tier.Attempt)
+    with (
+        pytest.raises(quick_tier.Attempt, match="a test of the quick tier: a pause"),
+        quick_tier.watched("test_x.py", watch),
+        swallowed,
+    ):
+        watch.refuse("wait", "a pause")
+    assert watch.allowed is None
+    watch.refuse("wait", "a pause between two tests")
+
+
+def test_a_thread_that_an_earlier_test_left_is_not_blamed_on_this_one() -> None:
+    watch, go, done = quick_tier.Watch(), threading.Event(), list[bool]()
+
+    def left() -> None:
+        go.wait()
+        watch.refuse("wait", "a pause")
+        done.append(True)
+
+    thread = threading.Thread(target=left, daemon=True)
+    thread.start()
+    with quick_tier.watched("test_x.py", watch):
+        go.set()
+        thread.join()
+    assert done == [True]
+
+
+def test_files_that_still_do_what_they_must_not_are_there() -> None:
+    tests = Path(__file__).parent
+    assert [name for name in quick_tier.STILL if not (tests / name).is_file()] == []

@@ -188,6 +188,7 @@ def test_proxies_of_the_environment_count(
         fetch("http://hub.invalid/", part)
 
 
+@pytest.mark.processes
 def test_a_private_authority_is_trusted_when_it_is_named(
     serve: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from penstock.run_folder import Desired
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.processes
 def test_the_import_loads_nothing_else() -> None:
     code = "import sys; before = set(sys.modules); import penstock; print(*sorted(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

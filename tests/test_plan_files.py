@@ -108,6 +108,7 @@ def test_what_is_written_from_a_file_keeps_the_rest_of_it(plan: Ask, file: Path,
     assert after.engine.max_model_len == 16_384
 
 
+@pytest.mark.processes
 def test_a_written_file_goes_through_plan_and_up(
     plan: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +134,7 @@ def test_up_refuses_a_format_that_is_no_flag_of_the_engine() -> None:
         planning.size(plain, facts.read("llama-3.1-8b"), gpu_machine(1), "0.33.0", 1)
 
 
+@pytest.mark.processes
 def test_up_itself_refuses_what_only_a_dry_run_may_assume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

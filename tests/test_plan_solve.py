@@ -161,6 +161,7 @@ def test_a_thousand_gpus_take_few_calls(model: str) -> None:
     assert 100_000 < n_calls < 2_000_000
 
 
+@pytest.mark.processes
 def test_planning_imports_neither_torch_nor_vllm() -> None:
     script = (
         "import sys; from penstock.cli import main; main.run(['plan', 'llama-3.1-8b', '--gpu', 'h200', '--json']); "

@@ -26,6 +26,7 @@ def refused(host: str, port: int) -> UserError:
     return caught.value
 
 
+@pytest.mark.processes
 def test_a_port_in_use_names_who_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def deny(kind: str) -> list[object]:
         raise psutil.AccessDenied
@@ -42,6 +43,7 @@ def test_a_port_in_use_names_who_holds_it(monkeypatch: pytest.MonkeyPatch) -> No
         network.check_port("127.0.0.1", number)
 
 
+@pytest.mark.processes
 def test_a_host_that_is_not_this_machine_is_refused_with_the_field_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """With port 0 it was not looked at: `up --replace` ended the old deployment, and then failed."""
     error = refused("192.0.2.1", 8000)

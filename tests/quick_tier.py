@@ -1,0 +1,132 @@
+"""The tests without a marker of a real thing start no process, use no socket and wait for no time.
+
+While such a test runs, an attempt fails with the marker that the test needs. The test fails at its end too, since code
+under test may have swallowed the error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Literal
+
+import pytest
+
+Kind = Literal["process", "socket", "wait"]
+# The markers of `make test` and `make nightly` (pyproject.toml): what a test without one must not do is in KINDS.
+REAL: Final = ("llamacpp", "vllm", "hosts", "postgres", "processes", "browser", "fuzz", "simulation", "nightly", "slow")
+KINDS: Final[dict[str, Kind]] = {
+    "subprocess.Popen": "process",
+    "os.fork": "process",
+    "os.forkpty": "process",
+    "os.posix_spawn": "process",
+    "os.exec": "process",
+    "socket.connect": "socket",
+    "socket.bind": "socket",
+}
+INSTEAD: Final[dict[Kind, str]] = {
+    "process": "mark it `processes`, or give the code a World (penstock/world.py) with a scripted process",
+    "socket": "mark it `processes`, or give the code bytes or a fake transport",
+    "wait": "give the code a World (penstock/world.py) with a virtual clock, or mark it `processes`",
+}
+# File -> what its tests still do. A name only leaves: convert the tests of the file, or mark them.
+_STILL: Final[dict[tuple[Kind, ...], str]] = {
+    ("process", "socket", "wait"): """
+        bench_cli bench_serve chat_page_export chat_page_login chat_page_routes chat_snippets cli cli_daily
+        cli_gateway cli_keys client cloudera_api cloudera_doctor cloudera_words cloudera_workers cost dashboards
+        deploy engine_metrics engine_pages engines_llamacpp examples fake_engine fetch fetch_faults fetch_model
+        gateway_accept gateway_accounting gateway_config gateway_drain gateway_failures gateway_http1
+        gateway_leases gateway_live gateway_queue gateway_quota_sync gateway_replicas gateway_request ray_jobs
+        real_engine_metrics real_engines remote rendezvous request_log scaling_faults shared_cache sleep
+        slurm_asked slurm_script slurm_site sse ssh ssh_logs staging store store_days structs vessl_checks
+        vessl_container vessl_render vessl_words
+    """,
+    ("socket",): """
+        cli_requests cli_ui controller_chat_page controller_place controller_prometheus doctor events facts
+        formation http_files kubernetes_verbs live models modelscope node placed_gateway readings
+    """,
+    ("socket", "wait"): """
+        chat_terminal cli_dashboard engines_vllm gateway_retry gateway_silence gateway_slo gateway_smuggling
+        gateway_tokens gateway_traces gateway_wire kubernetes_api
+    """,
+    ("wait",): """
+        chat_pacing chat_plain_answer chat_streaming gpu_claims runs
+    """,
+}
+STILL: Final = {f"test_{name}.py": frozenset(kinds) for kinds, names in _STILL.items() for name in names.split()}
+
+
+class Attempt(AssertionError):
+    """A test of the quick tier did what only real tests may do."""
+
+
+class Watch:
+    """Attempts of the test that runs now; `allowed` is None between the tests of the quick tier."""
+
+    def __init__(self) -> None:
+        self.allowed: frozenset[Kind] | None = None
+        self.attempts: list[str] = []
+        self.others: set[int | None] = set()  # threads that an earlier test left
+        self.is_installed = False
+
+    def refuse(self, kind: Kind, act: str) -> None:
+        if self.allowed is None or kind in self.allowed or threading.get_ident() in self.others:
+            return
+        message = f"a test of the quick tier: {act}; {INSTEAD[kind]}"
+        self.attempts.append(message)
+        raise Attempt(message)
+
+    def install(self) -> None:
+        """Audit hooks cannot be removed: once a process."""
+        if self.is_installed:
+            return
+        self.is_installed = True
+        sys.addaudithook(self._audit)
+        sleep, pause = time.sleep, asyncio.sleep
+
+        def checked_sleep(seconds: Any) -> None:
+            if seconds > 0:
+                self.refuse("wait", f"time.sleep({seconds})")
+            sleep(seconds)
+
+        async def checked_pause(delay: float, result: Any = None) -> Any:
+            if delay > 0 and is_real_clock(asyncio.get_running_loop()):
+                self.refuse("wait", f"asyncio.sleep({delay})")
+            return await pause(delay, result)
+
+        time.sleep = checked_sleep
+        asyncio.sleep = checked_pause
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.allowed is not None and (kind := KINDS.get(event)) is not None:
+            self.refuse(kind, f"{event} {arguments[0 if kind == 'process' else 1 :]!r:.200}")
+
+
+WATCH: Final = Watch()
+
+
+def is_real_clock(loop: asyncio.AbstractEventLoop) -> bool:
+    """Return whether the loop reads the machine's clock: one with a virtual clock has its own `time`."""
+    return type(loop).time is asyncio.BaseEventLoop.time or type(loop).__module__.startswith("uvloop")
+
+
+def is_quick(item: pytest.Item) -> bool:
+    return not any(item.get_closest_marker(name) for name in REAL)
+
+
+@contextmanager
+def watched(file: str, watch: Watch = WATCH) -> Iterator[None]:
+    """Refuse what a quick test of that file must not do.  Raises Attempt at the end where the code swallowed it."""
+    watch.attempts = []
+    watch.others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+    watch.allowed = STILL.get(file, frozenset())
+    try:
+        yield
+    finally:
+        watch.allowed = None
+    if watch.attempts:
+        raise Attempt(watch.attempts[0])
