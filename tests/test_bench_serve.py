@@ -391,6 +391,7 @@ def test_without_an_address_a_deployment_must_run(home: Path, capsys: pytest.Cap
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_ctrl_c_and_a_kill_leave_the_result_so_far(number: signal.Signals, tmp_path: Path) -> None:

@@ -237,6 +237,7 @@ def workers_of(workbench: Workbench) -> list[workloads.Workload]:
     return list(workbench.workloads.workers.values())
 
 
+@pytest.mark.nightly
 @pytest.mark.hosts
 def test_doctor_measures_a_workbench_and_leaves_nothing(place: Place, workbench: Workbench, short: None) -> None:
     rows = rows_of(place, workbench)

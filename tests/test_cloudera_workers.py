@@ -171,6 +171,7 @@ def answers() -> bool:
     return expected_text(PROMPT, 8) in done.out
 
 
+@pytest.mark.nightly
 @pytest.mark.hosts
 def test_a_deployment_lives_on_workers(place: Place, workbench: Workbench) -> None:
     run, _ = up(place, workbench, **WORKERS)

@@ -125,6 +125,7 @@ def test_every_query_has_data(filled: Prometheus, board: Board, deployment: str)
         time.sleep(1.0)
 
 
+@pytest.mark.nightly
 def test_values_are_those_of_the_pages(filled: Prometheus) -> None:
     """Two gateways know of one replica; half of the requests fail, and half keep the promise of one second."""
     values = {title: filled.ask(asked(expr, "made"))[0][1] for title, expr in reversed(queries(OPERATIONS))}

@@ -113,6 +113,7 @@ def the(found: list[Finding], check: str, node: str | None = None) -> Finding:
     return rows[0]
 
 
+@pytest.mark.nightly
 def test_two_healthy_nodes_are_measured(hosts: Hosts, examine: Examine) -> None:
     found = examine(is_quick=False)
     assert bad(found) == []

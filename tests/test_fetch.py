@@ -120,6 +120,7 @@ def test_the_parts_of_a_path_in_a_cache() -> None:
     assert hub.in_cache("/models") is None
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_one_process_fetches_the_bundled_model_and_another_waits_for_it(tmp_path: Path) -> None:
     bodies = {path.name: path.read_bytes() for path in files.BUNDLED.iterdir() if path.is_file()}

@@ -43,6 +43,7 @@ def traces(base: Path | str, slot: int | str) -> list[str]:
     return [*left, *([str(base)] if Path(base).exists() else []), *(line for line in commands if str(base) in line)]
 
 
+@pytest.mark.nightly
 def test_hosts_share_only_the_cluster_file_system_and_a_reset_makes_them_new(hosts: Hosts) -> None:
     for place in ("/tmp", "/var/tmp", "/dev/shm", "/root", "/run"):
         hosts[0].run(["touch", f"{place}/penstock-mine"])

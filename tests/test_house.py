@@ -16,7 +16,7 @@ PACKAGE = ROOT / "penstock"
 LOOSE = {"errors", "text", "paths", "processes", "log_lines", "world", "__init__", "__main__"}
 # Room -> (ceiling, budget), in lines of *.py. A file is in the room with the longest name that its path begins with.
 ROOMS = {
-    "": (911, 830),  # errors text paths processes log_lines world
+    "": (928, 830),  # errors text paths processes log_lines world
     "run_folder.py": (600, 720),
     "spec/": (1349, 1200),
     "hardware/": (721, 670),
@@ -32,8 +32,8 @@ ROOMS = {
     "observe/": (1822, 1060),
     "chat/": (1124, 820),
     "chat/page/": (2562, 1330),
-    "node/": (3273, 2440),
-    "node/group/": (904, 760),
+    "node/": (3289, 2440),
+    "node/group/": (914, 760),
     "node/checks/": (614, 520),
     "targets/": (1032, 1050),
     "targets/ssh/": (1618, 1260),
@@ -42,14 +42,14 @@ ROOMS = {
     "targets/kubernetes/": (6025, 3400),
     "targets/cloudera/": (4193, 2390),
     "targets/vessl/": (2089, 1020),
-    "gateway/": (3994, 2560),
-    "gateway/accounting/": (2782, 2030),
-    "gateway/connections/": (1128, 1050),
-    "gateway/live/": (681, 390),
-    "gateway/routing/": (1009, 900),
+    "gateway/": (4003, 2560),
+    "gateway/accounting/": (2802, 2030),
+    "gateway/connections/": (1140, 1050),
+    "gateway/live/": (680, 390),
+    "gateway/routing/": (1018, 900),
     "gateway/workers/": (765, 670),
-    "deployment/": (3833, 2620),
-    "deployment/controller/": (1874, 1720),
+    "deployment/": (3834, 2620),
+    "deployment/controller/": (1872, 1720),
     "deployment/doctor/": (1122, 780),
     "deployment/container/": (507, 120),
     "bench/": (1012, 840),
@@ -59,9 +59,9 @@ ROOMS = {
     "bench/report/": (829, 570),
     "cli/": (6587, 4250),
     "cli/bench/": (1134, 880),
-    "testing/": (5114, 1430),
+    "testing/": (5152, 1430),
 }
-TESTS = (55541, 32_000)
+TESTS = (58415, 32_000)
 UNUSED = 60  # lines that a room may stay below its ceiling: what is more has been won, and is kept
 
 

@@ -31,6 +31,7 @@ from penstock.planner import Plan
 from penstock.run_folder import Launch
 from penstock.text import GIB, MIB
 from penstock.wire.announcement import Progress
+from penstock.world import REAL
 
 ALL = ("instanttensor", "runai_model_streamer")
 CUDA = Setting("cuda", packages=ALL)
@@ -256,7 +257,7 @@ def test_a_node_gives_up_at_once_only_where_no_format_was_chosen(monkeypatch: py
     """The engine dies while it loads the weights, for a reason that would be final."""
     has_format, starts, failed = [True], list[str](), list[str]()
     node = NodeSupervisor.__new__(NodeSupervisor)
-    node.stops = 0
+    node.stops, node._world = 0, REAL
     progress = Seen(Progress("weights", fraction=0.5))
     stub: Any = SimpleNamespace(seen=progress, was_ready=False, reason=None, restarting=lambda _: None)
     node._report, node._announcer = stub, SimpleNamespace(start=lambda: None)  # type: ignore[assignment]

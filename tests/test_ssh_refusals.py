@@ -41,6 +41,7 @@ def with_config(place: Place, hosts: Hosts, old: str, new: str) -> dict[str, Any
     return {"config": str(path)}
 
 
+@pytest.mark.nightly
 def test_hosts_keys_and_pythons_that_cannot_be_used(place: Place, hosts: Hosts) -> None:
     keys, other, known = hosts.base / "keys", place.folder / "other-key", place.folder / "known_hosts"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True)

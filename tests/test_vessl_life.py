@@ -12,7 +12,7 @@ import pytest
 import yaml
 from launching import Asking, ask, call, now, wait_ready
 from vessl_rig import Rented, rented
-from waiting import until
+from waiting import left_s, until
 
 from penstock import targets
 from penstock.deployment import live
@@ -90,6 +90,19 @@ def test_a_file_becomes_a_run_that_answers_is_changed_and_ends_without_a_trace(p
     assert place.leftovers() == [] and rented_run.status == "completed", "the container drained and left by itself"
     assert "hub" in place.world.secrets, "only the secret that `up` made is removed"
     assert call("status", "one").out.startswith("one is down")
+
+
+@pytest.mark.nightly
+@pytest.mark.llamacpp
+def test_a_real_engine_answers_through_the_runs_address(place: Rented) -> None:
+    """The bundled model on the embedded engine: what the container starts is what `up` starts on one machine."""
+    run, key = up(place.write(engine={"kind": "llamacpp"}))
+    question = [{"role": "user", "content": "What does penstock stand on?"}]
+    reply = Client(run.url, key, left_s()).chat(question, temperature=0)
+    assert "It stands on vLLM and Ray." in reply.text
+    row = now(run).replicas[0].announcement
+    assert row is not None and row.measured is not None
+    assert call("down", "one").code == 0
 
 
 @pytest.mark.nightly

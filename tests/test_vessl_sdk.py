@@ -32,6 +32,7 @@ def vessl(tmp_path: Path) -> Iterator[FakeVessl]:
         yield fake
 
 
+@pytest.mark.nightly
 def test_the_sdk_takes_every_golden_and_has_the_forms_of_the_table(tmp_path: Path) -> None:
     goldens = sorted(GOLDEN.glob("*.yaml"))
     text = (GOLDEN / "plain.yaml").read_text("utf-8")

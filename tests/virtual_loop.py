@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from virtual_network import Network
 
-from penstock.world import Processes
+from penstock.world import Condition, Processes
 
 BEGINS_AT: Final = 1000.0
 UNIX_AT_0: Final = 1_790_000_000.0 - BEGINS_AT  # 2026-09-21 in UTC
@@ -218,6 +218,9 @@ class VirtualWorld:
 
     def event(self) -> VirtualEvent:
         return VirtualEvent(self._loop)
+
+    def condition(self) -> Condition:
+        raise AssertionError("the gateway waits for no condition")
 
     def thread(self, work: Callable[[], None], name: str) -> VirtualThread:
         return VirtualThread(self._loop, work, name)
