@@ -6,8 +6,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-vllm down check quick test nightly lint installed vllm-cpu hosts postgres observe browser native kubernetes vessl dev fmt docs model clean
-# What starts no process. Then what does, and the matrix: three worker processes on two cores, since they mostly wait.
-QUICK := not (llamacpp or vllm or hosts or postgres or processes or browser or simulation)
+# What starts no process, and of that what uses no socket. Then what starts some, and the matrix: three worker processes
+# on two cores, since they mostly wait.
+INSIDE := not (llamacpp or vllm or hosts or postgres or processes or browser or simulation)
+QUICK := $(INSIDE) and not loopback
 REAL := (llamacpp or vllm or hosts or postgres or processes or browser) and not nightly
 WORKERS ?= 3
 SPREAD := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=15
@@ -38,7 +40,8 @@ check: dev  ## the inner loop: format, lint, types, tests that start no process 
 quick: dev
 	@$(BIN)/pytest -m "$(QUICK)" -n logical --dist worksteal
 
-test: installed lint quick  ## each behaviour once: simulated lives, real engines, hosts, Slurm, Ray, PostgreSQL (under 10 minutes)
+test: installed lint  ## each behaviour once: simulated lives, real engines, hosts, Slurm, Ray, PostgreSQL (under 10 minutes)
+	@$(BIN)/pytest -m "$(INSIDE)" -n logical --dist worksteal
 	@$(BIN)/pytest -m simulation
 	@$(BIN)/pytest -m "$(REAL)" $(SPREAD)
 

@@ -18,7 +18,18 @@ import pytest
 
 Kind = Literal["process", "socket", "wait"]
 # The markers of `make test` and `make nightly` (pyproject.toml): what a test without one must not do is in KINDS.
-REAL: Final = ("llamacpp", "vllm", "hosts", "postgres", "processes", "browser", "fuzz", "simulation", "nightly", "slow")
+REAL: Final = (
+    "llamacpp",
+    "vllm",
+    "hosts",
+    "postgres",
+    "processes",
+    "browser",
+    "loopback",
+    "simulation",
+    "nightly",
+    "slow",
+)
 KINDS: Final[dict[str, Kind]] = {
     "subprocess.Popen": "process",
     "os.fork": "process",
@@ -36,22 +47,15 @@ INSTEAD: Final[dict[Kind, str]] = {
 # File -> what its tests still do. A name only leaves: convert the tests of the file, or mark them.
 _STILL: Final[dict[tuple[Kind, ...], str]] = {
     ("process", "socket", "wait"): """
-        bench_cli bench_serve chat_page_export chat_page_login chat_page_routes chat_snippets cli cli_daily
-        cli_gateway cli_keys client cloudera_api cloudera_doctor cloudera_words cloudera_workers cost dashboards
-        deploy engine_metrics engine_pages engines_llamacpp examples fake_engine fetch fetch_faults fetch_model
-        gateway_accept gateway_accounting gateway_config gateway_drain gateway_failures gateway_http1
-        gateway_leases gateway_live gateway_queue gateway_quota_sync gateway_replicas gateway_request ray_jobs
-        real_engine_metrics real_engines remote rendezvous request_log scaling_faults shared_cache sleep
-        slurm_asked slurm_script slurm_site sse ssh ssh_logs staging store store_days structs vessl_checks
-        vessl_container vessl_render vessl_words
+        bench_cli chat_page_login cli cli_daily cli_keys client deploy fake_engine fetch fetch_faults
+        fetch_model gateway_config ray_jobs
     """,
     ("socket",): """
         cli_requests cli_ui controller_chat_page controller_place controller_prometheus doctor events facts
         formation http_files kubernetes_verbs live models modelscope node placed_gateway readings
     """,
     ("socket", "wait"): """
-        chat_terminal cli_dashboard engines_vllm gateway_retry gateway_silence gateway_slo gateway_smuggling
-        gateway_tokens gateway_traces gateway_wire kubernetes_api
+        chat_terminal cli_dashboard engines_vllm gateway_traces gateway_wire kubernetes_api
     """,
     ("wait",): """
         chat_pacing chat_plain_answer chat_streaming gpu_claims runs

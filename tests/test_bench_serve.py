@@ -38,6 +38,8 @@ from penstock.models import files
 from penstock.testing.fake_engine.options import Options
 from penstock.testing.fake_engine.running import InThread, in_thread
 
+pytestmark = pytest.mark.loopback
+
 CLOSED = Pace(concurrency=4, n_requests=12)
 INSTANT = Options(model="m", ttft_s=0, tokens_per_s=float("inf"))
 

@@ -28,6 +28,8 @@ from penstock.spec.deployment import Parallel
 from penstock.wire.announcement import MachineReading, NodeView, Post
 from penstock.wire.answers import NoAnswer
 
+pytestmark = pytest.mark.loopback
+
 LAN = (Interface("eth0", "0.0.0.0", 0), Interface("eth0", "10.0.0.2", 0))  # rank 0 binds a port
 PLAN = demo_plan("fake", n_nodes=2, layout=Parallel(tensor=2), executor="mp", drain_s=2.0)
 

@@ -30,6 +30,8 @@ from penstock.planner import Plan
 from penstock.run_folder import Launch
 from penstock.text import MIB
 
+pytestmark = pytest.mark.loopback
+
 PLAN = demo_plan("fake", args={"compile-s": 1.0})
 FILES = {
     "torch_compile_cache/0a1b/rank_0_0/backbone/graph.py": b"graph = 1\n" * 1000,

@@ -34,6 +34,8 @@ from penstock.spec.deployment import Cache
 from penstock.text import MIB
 from penstock.wire.announcement import Post
 
+pytestmark = pytest.mark.loopback
+
 NAME = "org/tiny"
 RANDOM = random.Random(7)
 SHARDS = {f"model-0000{n}-of-00003.safetensors": RANDOM.randbytes(3 * MIB + n) for n in (1, 2, 3)}
