@@ -45,7 +45,7 @@ test: installed lint  ## each behaviour once: simulated lives, real engines, hos
 	@$(BIN)/pytest -m simulation
 	@$(BIN)/pytest -m "$(REAL)" $(SPREAD)
 
-nightly: test kubernetes  ## `make test`, then 200,000 lives, the matrix (the same on every target) and the soaks (hours)
+nightly: kubernetes test  ## `make test`, then 200,000 lives, the matrix (the same on every target) and the soaks (hours)
 	@PENSTOCK_SIMULATION_SEEDS=200000 $(BIN)/pytest -m simulation -k promises
 	@PENSTOCK_TESTS_RUN_S=14400 PENSTOCK_EXAMPLES=1000 $(BIN)/pytest -m nightly $(SPREAD)
 
