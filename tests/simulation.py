@@ -137,7 +137,7 @@ class ScriptedPlace(Local):
 
 
 class Network:
-    """Calls to the gateway's admin address: late, lost, answered in vain, repeated."""
+    """Calls to the gateway's admin address: late, repeated, or lost on the way there or back."""
 
     def __init__(self, life: Life) -> None:
         self._life, self._machine = life, life.machine
@@ -343,7 +343,7 @@ class Life:
         machine.after(self.random.expovariate(0.15), self._fault)
 
     def _kill(self, process: SimProcess) -> None:
-        """Kill it; somebody types `up` when nothing is left that would bring the controller back."""
+        """Kill it; a user types `up` when nothing is left that would bring the controller back."""
         self.machine.kill(process)
         watchers = [*self.machine.living("controller"), *self.machine.living("watchdog")]
         if process.role in ("controller", "watchdog") and not watchers:

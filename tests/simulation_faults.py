@@ -17,7 +17,7 @@ _POST_EACH = Controller._post_each
 
 
 class Fault(NamedTuple):
-    """`commit` mended it; `patches` bring it back: (owner, name, value) each."""
+    """`commit` fixed it; `patches` bring it back: (owner, name, value) each."""
 
     commit: str
     patches: tuple[tuple[Any, str, Any], ...]

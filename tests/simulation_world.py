@@ -1,4 +1,4 @@
-"""A machine of pretence: a virtual clock, processes, threads and signals, in an order that a seed decides.
+"""A simulated machine: a virtual clock, processes, threads and signals, in an order that a seed decides.
 
 Theory of operation. Code under simulation is the real one and blocks as it does in production; each of its threads is a
 greenlet. Whatever blocks, or acts beyond its process, parks the greenlet in the scheduler's heap with the time at which
@@ -425,5 +425,5 @@ class SimProcesses:
 
 
 def quiet_greenlets() -> None:
-    """No word on standard error of greenlets that are thrown away."""
+    """Keep greenlets that are thrown away from writing to standard error."""
     sys.unraisablehook = lambda _: None
