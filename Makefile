@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # What starts no process, and of that what uses no socket. Then what starts some, and the matrix: three worker processes
 # on two cores, since they mostly wait.
 INSIDE := not (llamacpp or vllm or hosts or postgres or processes or browser or simulation)
-QUICK := $(INSIDE) and not loopback
+QUICK := not (llamacpp or vllm or hosts or postgres or processes or browser or simulation or loopback)
 REAL := (llamacpp or vllm or hosts or postgres or processes or browser) and not nightly
 WORKERS ?= 3
 SPREAD := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=15

@@ -230,5 +230,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for report in skipped:
         terminalreporter.write_line(f"{report.nodeid}: {_reason(report)}")
     terminalreporter.write_line(
-        "PENSTOCK_REQUIRE_ALL=1 makes these failures; `make installed` installs what they need."
+        "PENSTOCK_REQUIRE_ALL=1 makes these failures; `make installed kubernetes` installs what they need."
     )
