@@ -238,8 +238,9 @@ def test_hostile_answer_does_nothing_and_asks_no_other_host(people: People, rig:
     for fold in chat.conversation.locator(".thought-group > .title").all():
         fold.click()
     expect(chat.conversation.locator("[aria-expanded=true]")).to_have_count(2)
-    for link in chat.conversation.get_by_role("link").all():
-        address = link.get_attribute("href") or ""
+    for address in chat.conversation.locator("a[href]").evaluate_all(
+        "links => links.map((link) => link.getAttribute('href'))"
+    ):
         assert address.startswith(("https://", "http://", "#", "login")), address
     assert chat.page.evaluate("window.hacked ?? null") is None
     chat.page.reload()

@@ -217,10 +217,9 @@ function whenThere(selector, start) {
 }
 
 const watched = [];
+// At each change and before the browser draws it, so that nobody meets an element without its name or its role.
 const lookAgain = () => watched.forEach((look) => look());
-const observer = new MutationObserver(() => {
-  observer.timer ??= setTimeout(() => ((observer.timer = null), lookAgain()), 50);
-});
+const observer = new MutationObserver(lookAgain);
 
 tabs.onmessage = async ({ data }) => {
   refreshHistory();
