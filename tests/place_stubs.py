@@ -18,7 +18,9 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
+import kubernetes_recorded
 import msgspec
 
 from penstock.hardware import Machine, NodeFacts
@@ -369,3 +371,141 @@ class ContainerStub(Container):
         elif path.endswith("/end"):
             self.status = "completed"
         return self.get_json(path)
+
+
+class KubernetesStub:
+    """The API server of an empty namespace. Which kinds it serves and in which words was recorded of a real one
+    (kubernetes_recorded.py): what was never asked or answered there is an AssertionError. At a list of pods those that
+    were there at the last list run, and those that were being deleted are gone."""
+
+    NAMESPACE, NOON = "team", "2026-11-27T12:00:00Z"
+    _PATH = re.compile(
+        r"(?P<all>/apis?(?:/(?P<group>[a-z.\d]+))?/v\w+/namespaces/team/(?P<kind>\w+))(?:/(?P<name>.+))?"
+    )
+
+    def __init__(self) -> None:
+        self.objects, self.asked = dict[str, dict[str, Any]](), set[str]()
+        self._recorded = kubernetes_recorded.recorded()
+
+    def ask(
+        self, method: str, target: str, data: bytes | None, headers: Mapping[str, str], timeout_s: float = 0.0
+    ) -> tuple[int, bytes]:
+        """In place of `Api._exchange`."""
+        request = kubernetes_recorded.request_of(method, target, headers, self.NAMESPACE)
+        path = self._PATH.fullmatch(urlsplit(target).path)
+        if path is None or not self._known(f"GET {path['all']}", " 200"):  # not of a deployment, or not served
+            status = next(code for code in (200, 201, 404) if f"{request} {code}" in self._recorded)
+            answer = self._recorded[f"{request} {status}"]
+        elif path["name"] is None:
+            status, answer = 200, self._list(path, parse_qs(urlsplit(target).query).get("labelSelector", [""])[0])
+        else:
+            status, answer = self._named(method, path, headers.get("content-type", ""), json.loads(data or b"null"))
+        said = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
+        self._judge(kubernetes_recorded.exchange(method, target, headers, self.NAMESPACE, status, said))
+        return status, said
+
+    def lines(self, path: str, query: Mapping[str, object], is_over: object) -> Iterator[str]:
+        """In place of `Api._lines`."""
+        assert path.removesuffix("/log") in self.objects
+        yield f"{self.NOON} penstock: waiting for the gateway"
+
+    def _known(self, start: str, end: str = "") -> dict[str, Any]:
+        """Recorded answers by the beginning and the end of their keys."""
+        start = start.replace(f"/{self.NAMESPACE}", "/NS")
+        return {key: row for key, row in self._recorded.items() if key.startswith(start) and key.endswith(end)}
+
+    def _judge(self, row: kubernetes_recorded.Exchange) -> None:
+        assert row.key in self._recorded, f"never asked of a real API server, or never answered so: {row.key}"
+        self.asked.add(row.key)
+        objects = kubernetes_recorded.objects_in(row.answer)
+        if objects is None:
+            assert row.answer == self._recorded[row.key], row.key
+        for each in objects or ():
+            if "deletionTimestamp" in each["metadata"]:
+                del each["status"]  # it may have been in any
+            assert any(kubernetes_recorded.is_within(each, other) for other in self._like(row)), f"{row.key}: {each}"
+
+    def _like(self, row: kubernetes_recorded.Exchange) -> Iterator[Any]:
+        """Recorded objects of the same kind."""
+        path = row.request.split(" ")[1]
+        place = re.sub(r"(/namespaces/NS/\w+)/.*", r"\1", path)
+        for key, answer in self._recorded.items():
+            if key.split(" ")[1].startswith(place):
+                yield from kubernetes_recorded.objects_in(answer) or ()
+
+    def _list(self, path: re.Match[str], selector: str) -> dict[str, Any]:
+        if path["kind"] == "pods":
+            self._step(path["all"])
+        wanted = dict(pair.split("=") for pair in selector.split(",") if pair)
+        rows = [row for at, row in self.objects.items() if at.rpartition("/")[0] == path["all"]]
+        rows = [row for row in rows if wanted.items() <= row["metadata"].get("labels", {}).items()]
+        head = next(iter(self._known(f"GET {path['all']}", " 200").values()))
+        items = [{key: value for key, value in row.items() if key not in ("kind", "apiVersion")} for row in rows]
+        return {"kind": head["kind"], "apiVersion": head["apiVersion"], "metadata": {}, "items": items}
+
+    def _named(self, method: str, path: re.Match[str], media: str, body: Any) -> tuple[int, Any]:
+        at, found = path.string, self.objects.get(path.string)
+        status: dict[str, Any] = {"kind": "Status", "apiVersion": "v1", "metadata": {}}
+        details = {"name": path["name"], "kind": path["kind"]} | ({"group": path["group"]} if path["group"] else {})
+        if media == "application/apply-patch+yaml":
+            meta = {"uid": self.NOON, "creationTimestamp": self.NOON, "namespace": self.NAMESPACE}
+            self.objects[at] = _merged(found or {"metadata": meta}, body)
+            return 200 if found else 201, self.objects[at]
+        if found is None:
+            message = f'{".".join(filter(None, (path["kind"], path["group"])))} "{path["name"]}" not found'
+            return 404, status | {
+                "status": "Failure",
+                "message": message,
+                "reason": "NotFound",
+                "code": 404,
+                "details": details,
+            }
+        if method == "PATCH":
+            self.objects[at] = _merged(found, body)
+        elif method == "DELETE" and path["kind"] == "pods":
+            found["metadata"] |= {"deletionTimestamp": self.NOON}
+        elif method == "DELETE":
+            del self.objects[at]
+            if path["kind"] not in ("persistentvolumeclaims", "serviceaccounts"):
+                return 200, status | {"status": "Success", "details": details | {"uid": self.NOON}}
+        return 200, self.objects.get(at, found)
+
+    def _step(self, pods: str) -> None:
+        """What makes pods of sets and runs them, between two questions."""
+        wanted = dict[str, Any]()
+        for at, row in self.objects.items():
+            kind, name = at.split("/")[-2:]
+            if kind in ("statefulsets", "deployments") and row["spec"]["replicas"]:
+                end = "0" if kind == "statefulsets" else "7654f49fcc-8ct54"
+                wanted[f"{pods}/{name}-{end}"] = row["spec"]["template"]["metadata"]["labels"]
+        there = {at: row for at, row in self.objects.items() if at.startswith(f"{pods}/")}
+        for at, pod in there.items():
+            if "deletionTimestamp" in pod["metadata"]:
+                del self.objects[at]
+            elif at not in wanted:
+                pod["metadata"]["deletionTimestamp"] = self.NOON
+        for at, labels in wanted.items():
+            if "deletionTimestamp" not in there.get(at, {"metadata": {}})["metadata"]:
+                self.objects[at] = self._pod(at.rpartition("/")[2], labels, "Running" if at in there else "Pending")
+
+    def _pod(self, name: str, labels: Mapping[str, str], phase: str) -> dict[str, Any]:
+        """As it was recorded in that phase."""
+        shown = re.sub(r"(?<=-gateway-).+", "*", name)
+        for item in self._recorded["GET /api/v1/namespaces/NS/pods one 200"]["items"]:
+            meta = item["metadata"]
+            if (meta["name"], item["status"]["phase"]) == (shown, phase) and "deletionTimestamp" not in meta:
+                made: dict[str, Any] = json.loads(
+                    json.dumps(item).replace('"*"', f'"{self.NOON}"').replace('"NS"', '"team"')
+                )
+                return _merged(made, {"kind": "Pod", "apiVersion": "v1", "metadata": {"name": name, "labels": labels}})
+        raise AssertionError(f"no pod {shown} was ever {phase}")
+
+
+def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """`old` with the fields of `new`; lists are replaced."""
+    both = {
+        key: _merged(old[key], value)
+        for key, value in new.items()
+        if isinstance(value, dict) and isinstance(old.get(key), dict)
+    }
+    return {**old, **new, **both}

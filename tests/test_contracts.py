@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import kubernetes_recorded
 import msgspec
 import pytest
 from cloudera_rig import DOMAIN, ask_here, left
@@ -18,6 +19,7 @@ from place_stubs import (
     HOSTS,
     Clock,
     ContainerStub,
+    KubernetesStub,
     PodsStub,
     RayStub,
     SlurmStub,
@@ -35,6 +37,9 @@ from penstock.targets import Target, waiting
 from penstock.targets.cloudera import folder
 from penstock.targets.cloudera import logs as logs_of_pods
 from penstock.targets.cloudera import target as cloudera
+from penstock.targets.kubernetes import placing, view
+from penstock.targets.kubernetes import target as kubernetes
+from penstock.targets.kubernetes.api import Api
 from penstock.targets.ray import jobs_api
 from penstock.targets.ray import target as ray
 from penstock.targets.slurm import commands
@@ -54,7 +59,7 @@ from penstock.testing.fake_workbench.server import PROJECT, Workbench
 # Tests that check the contract of a target. A new target joins by a row.
 CHECKED = {
     "cloudera": "test_contracts.py",
-    "kubernetes": "test_kubernetes_target.py",
+    "kubernetes": "test_contracts.py",
     "local": "test_local_target.py",
     "ray": "test_contracts.py",
     "slurm": "test_contracts.py",
@@ -73,12 +78,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def written(target: Target, /, **fields: Any) -> tuple[Run, Launch]:
     """A run whose folder is written and that is not placed yet, and the launch of its nodes."""
-    wanted, plan = deployment(name="one", **fields), demo_plan("fake")
+    wanted, plan = deployment(name="one", **fields), demo_plan("fake", drain_s=10.0)
     token = home() / "runs" / "one" / "secrets" / "admin-token"
     launch = Launch("one", plan, ("http://127.0.0.1:1",), str(token), listen=target.listen)
     artifact = target.render(launch, sys.executable, wanted)
     facts = {"plan": plan, "artifact": artifact, "placed": target.placed(wanted)}
     return create(msgspec.structs.replace(draft(wanted), **facts), NOW), launch
+
+
+def parse_once(run: Run, patch: pytest.MonkeyPatch) -> None:
+    """The file of the run's deployment, which is parsed each time that a target asks."""
+    wanted = run.deployment()
+    patch.setattr(Run, "deployment", lambda _: wanted)
 
 
 def test_every_target_is_checked() -> None:
@@ -144,8 +155,7 @@ def written_there(workbench: Workbench, patch: pytest.MonkeyPatch) -> tuple[clou
     fields: dict[str, Any] = {"gateway": {"auth": "keys", "port": 8000}, "cloudera": block}
     assert target.check(deployment(name="one", target="cloudera", **fields)) == []  # finds the runtime
     run, launch = written(target, target="cloudera", **fields)
-    wanted = run.deployment()
-    patch.setattr(Run, "deployment", lambda _: wanted)  # parsed each time
+    parse_once(run, patch)
     return target, run, launch
 
 
@@ -181,11 +191,27 @@ def test_vessl_keeps_the_contract_of_targets(clock: Clock, tmp_path: Path, monke
             monkeypatch.setenv(name, value)
         block = {"cluster": CLUSTER, "preset": "cpu-medium", "image": "penstock/fake:1"}
         run, launch = written(OnVessl(), target="vessl", vessl=block, gateway={"port": 8000, "auth": "keys"})
-        wanted = run.deployment()
-        monkeypatch.setattr(Run, "deployment", lambda _: wanted)  # parsed each time
+        parse_once(run, monkeypatch)
 
         def leftovers() -> list[str]:
             secrets = [name for name in vessl.world.secrets if name.startswith("penstock-")]
             return [*(str(each.id) for each in vessl.world.living), *secrets]
 
         check_target(OnVessl(), run, launch, sys.executable, leftovers)
+
+
+def test_kubernetes_keeps_the_contract_of_targets(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, stub = kubernetes.Kubernetes(), KubernetesStub()
+    for module in (kubernetes, placing, view, waiting):
+        monkeypatch.setattr(module, "time", clock)
+    way = SimpleNamespace(where='context "test"', headers=dict, complaint=lambda: None)
+    monkeypatch.setattr(kubernetes, "connect", lambda *_: Api(way, stub.NAMESPACE, "test"))  # type: ignore[arg-type]
+    monkeypatch.setattr(Api, "_exchange", lambda _, *asked: stub.ask(*asked))
+    monkeypatch.setattr(Api, "_lines", lambda _, *asked: stub.lines(*asked))
+    block = {"image": "own", "cpus_per_node": 1, "memory": "1Gi", "expose": "LoadBalancer"}
+    gateway, engine = {"auth": "keys", "port": 8000, "drain_s": 10}, {"kind": "fake"}
+    run, launch = written(target, target="kubernetes", kubernetes=block, gateway=gateway, engine=engine)
+    parse_once(run, monkeypatch)
+    check_target(target, run, launch, sys.executable, lambda: sorted(stub.objects))
+    never = {key for key in kubernetes_recorded.recorded() if kubernetes_recorded.is_write(key)} - stub.asked
+    assert never == set(), "what was asked of the API server was asked of the stub"
