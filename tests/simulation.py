@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import logging
 import multiprocessing
@@ -23,18 +24,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import samples
 from simulation_faults import FAULTS, Fault
-from simulation_gateway import QUEUE, Client, Engine, Gateway
+from simulation_gateway import MODEL, QUEUE, Client, Engine, Gateway
 from simulation_node import (
     RUN,
     AdminAddress,
     GatewayClient,
+    PlaceProcesses,
     SimEngineClient,
     SimNodeProcesses,
     SimPrerequisites,
 )
-from simulation_world import EPOCH_S, Machine, SimProcess, SimProcesses, quiet_greenlets
+from simulation_world import EPOCH_S, Machine, SimProcess, SimProcesses, quiet_greenlets, rank_of
 
 from penstock import engines, targets
 from penstock.deployment import observe, stop
@@ -42,18 +45,25 @@ from penstock.deployment.controller import loop, news, scaler
 from penstock.deployment.controller.loop import Controller
 from penstock.errors import PenstockError
 from penstock.node import supervisor
+from penstock.node.group import leader
+from penstock.node.group.member import GroupMember
+from penstock.node.group.rendezvous import BoardClient
 from penstock.node.local_processes import NodeArgs
 from penstock.node.ready_file import ReadyFile
 from penstock.node.supervisor import NodeSupervisor
-from penstock.processes import MARK_REPLICA, MARK_ROLE, MARK_RUN
+from penstock.planner import Plan, launch
+from penstock.processes import MARK_RANK, MARK_REPLICA, MARK_ROLE, MARK_RUN
 from penstock.run_folder import Artifact, Desired, Handle, Launch, Record, Run, Unit
+from penstock.spec.deployment import Deployment
 from penstock.targets import Placement, local
 from penstock.targets.local import Local
+from penstock.wire.announcement import Process
 from penstock.wire.live import Event
 
 FAULTS_S, CALM_S = 60.0, 240.0
 _SHARE = 10  # seeds that a worker process takes at once
 _TIMEOUT_S = 2.0
+_START = local._start
 
 
 class Broken(AssertionError):
@@ -167,12 +177,19 @@ class Network:
         raise PenstockError("no answer", is_retryable=True)
 
 
-PLAN = samples.demo_plan(start_timeout_s=40.0, stall_s=20.0, drain_s=8.0)
-DEPLOYMENTS = tuple(
-    samples.deployment(name="one", engine={"drain_s": 8}, gateway={"drain_s": 10}, replicas=replicas)
-    for replicas in (2, {"min": 1, "max": 3})
-)
-LAUNCH = Launch("one", PLAN, ("http://127.0.0.1:2",), "token")
+def _wanted(replicas: Any, nodes: int = 1) -> tuple[Deployment, Plan]:
+    """A deployment and its plan; of two nodes each has a stage of the pipeline."""
+    deployment = samples.deployment(
+        name="one", engine={"drain_s": 8, "executor": "mp"}, gateway={"drain_s": 10}, replicas=replicas,
+        hardware={"nodes": nodes}, parallel={"pipeline": nodes},
+    )  # fmt: skip
+    plan = launch.make(deployment, samples.DEMO, samples.cpu_machine(), "fake", "1.0", 1)
+    limits = {"start_timeout_s": 40.0, "stall_s": 20.0, "drain_s": 8.0}
+    return deployment, msgspec.structs.replace(plan, served_names=(MODEL,), **limits)
+
+
+# One life of five has replicas of two nodes: it takes twice as long to play.
+LIVES = (*2 * (_wanted(2), _wanted({"min": 1, "max": 3})), _wanted(2, nodes=2))
 
 
 class Life:
@@ -187,11 +204,11 @@ class Life:
         self.clients: list[Client] = []
         self.network = Network(self)
         self.place = ScriptedPlace(self)
-        deployment = DEPLOYMENTS[self.random.randrange(len(DEPLOYMENTS))]
+        deployment, self.plan = LIVES[self.random.randrange(len(LIVES))]
         self.log: list[Event] = []
         self.records: dict[str, Any] = {
             "spec.yaml": deployment,
-            "plan.json": PLAN,
+            "plan.json": self.plan,
             "artifact.json": Artifact(("python", "-m", "penstock.node"), {}),
             "run.json": Record("id", "one", "local", EPOCH_S, "1"),
             "desired.json": Desired("up", deployment.replicas.first),
@@ -258,38 +275,87 @@ class Life:
         self.machine.program(process, main)
 
     def _start_node(self, process: SimProcess, argv: Sequence[str]) -> None:
-        name = process.marks[MARK_REPLICA]
+        name, rank = process.marks[MARK_REPLICA], rank_of(process)
         others = [other for other in self.machine.living("node", name) if other is not process]
-        if others:
-            raise Broken(f"replica {name} has two owners: {others[0]} and {process}")
+        if owners := [other for other in others if rank_of(other) == rank]:
+            raise Broken(f"rank {rank} of replica {name} has two owners: {owners[0]} and {process}")
         if self.has_faults:
             self._disturb_start(process)
+        self.machine.program(process, lambda: self._lead(process) if rank == 0 else self._follow(process))
 
-        def main() -> int:
-            args = NodeArgs(name, 0)
-            node = NodeSupervisor(
-                *(LAUNCH, args, engines.load(PLAN.engine), AdminAddress(self.network)),
-                *(cast(Any, SimPrerequisites(PLAN, args)), cast(Any, SimpleNamespace(latest=lambda: None))),
-                *(ReadyFile(None), process.world),
-            )
-            process.on_term = node.stop
-            return node.run()
+    def _lead(self, process: SimProcess) -> int:
+        """As penstock/node/__main__.py of a replica's first node."""
+        args = NodeArgs(process.marks[MARK_REPLICA])
+        what = Launch("one", self.plan, ("http://127.0.0.1:2",), "token"), args, engines.load(self.plan.engine)
+        needs, readings = SimPrerequisites(self.plan, args), SimpleNamespace(latest=lambda: None)
+        around: Any = (AdminAddress(self.network), needs, readings, ReadyFile(None), process.world)
+        node = NodeSupervisor(*what, *around)
+        process.on_term = node.stop
+        return node.run()
 
-        self.machine.program(process, main)
+    def _follow(self, process: SimProcess) -> int:
+        """As penstock/node/__main__.py of the others."""
+        args, admin = NodeArgs(process.marks[MARK_REPLICA], rank_of(process)), AdminAddress(self.network)
 
-    def start_engine(self, name: str) -> Engine:
+        def start(_: object) -> Any:
+            here = SimNodeProcesses(self, args)
+            here.start_engine()
+            return here
+
+        board = BoardClient(admin, args.replica, args.rank, lambda: member.leave(), world=process.world)
+        needs = SimPrerequisites(self.plan, args)
+        member = GroupMember(
+            *(self.plan, board, engines.load(self.plan.engine), lambda show: needs.introduce(admin, show)),
+            *(start, lambda: None, ReadyFile(None)),
+        )
+        process.on_term = member.stop
+        board.start()
+        return member.run()
+
+    def start_engine(self, name: str, rank: int) -> Engine:
+        """The part of a replica's engine on that node; it serves on rank 0, while all parts live."""
         machine = self.machine
         machine.step()
-        marks = {MARK_RUN: RUN, MARK_REPLICA: name, MARK_ROLE: "engine"}
+        marks = {MARK_RUN: RUN, MARK_REPLICA: name, MARK_ROLE: "engine", MARK_RANK: str(rank)}
         process = machine.process("engine", marks, machine.current)
         others = [other for other in machine.living("engine", name) if other is not process]
-        if others:
-            raise Broken(f"replica {name} has two engines: {others[0]} and {process}")
+        if twins := [other for other in others if rank_of(other) == rank]:
+            raise Broken(f"rank {rank} of replica {name} has two engines: {twins[0]} and {process}")
         port = 20_000 + process.pid
         engine = self.engines[port] = Engine(process, name, port, machine.time_s + 1.0 + 4.0 * self.random.random())
+        if rank > 0:
+            process.on_end.append(lambda: self._lose_part(name))
+        engine.has_all_parts = lambda: {*map(rank_of, machine.living("engine", name))} == {*range(self.plan.n_nodes)}
         if self.has_faults and self.random.random() < 0.1:
             machine.after(3.0 * self.random.random(), lambda: machine.kill(process))
         return engine
+
+    def _lose_part(self, name: str) -> None:
+        """The others of an engine hang when one of its parts has ended, or they end soon."""
+        for engine in self.engines.values():
+            if engine.name == name and engine.process.is_alive:
+                engine.is_hung = True
+                if self.random.random() < 0.5:
+                    self.machine.after(3.0 * self.random.random(), functools.partial(self.machine.kill, engine.process))
+
+    # ---- replicas of several nodes -----------------------------------------------------------------------------------
+
+    def start_all(self, run: Run, name: str, gpus: Sequence[int]) -> Process:
+        """Start the nodes of a replica one after the other, in place of `local._start`; its first one."""
+        first = _START(run, name, gpus)
+        marks = {**self._marks("node"), MARK_REPLICA: name}
+        for rank in range(1, self.plan.n_nodes):
+            SimProcesses(self.machine).start_detached(["penstock.node"], marks | {MARK_RANK: str(rank)}, Path())
+        return first
+
+    def placement(self, entry: dict[str, Any]) -> Placement:
+        """In place of `local._placement`: a replica is placed while all of its nodes live."""
+        first = self.machine.processes[entry["pid"]]
+        living = {*map(rank_of, self.machine.living("node", first.marks[MARK_REPLICA]))}
+        lost = {*range(self.plan.n_nodes)} - living
+        if lost or not first.is_alive:
+            return Placement("gone", f"its nodes {sorted(lost)} are gone")
+        return Placement("placed")
 
     def _marks(self, role: str) -> dict[str, str]:
         return SimProcesses(self.machine).marks(RUN, "id", role)
@@ -386,7 +452,7 @@ class Life:
         """Each time that it is written: no replica is ready by what a node announced whose end is noted in it."""
         for row in state.replicas:
             nodes = [node for node in self.machine.processes.values() if node.marks.get(MARK_REPLICA) == row.replica]
-            nodes = [node for node in nodes if node.role == "node"]
+            nodes = [node for node in nodes if node.role == "node" and rank_of(node) == 0]
             if row.state != "ready" or len(nodes) < 2:
                 continue
             before, newest = nodes[-2:]
@@ -411,17 +477,19 @@ class Life:
         state = self.records.get("state.json")
         if state is None or state.phase != "ready":
             return f"its phase is {state and state.phase}: {state and [(r.replica, r.state) for r in state.replicas]}"
-        nodes = {process.marks[MARK_REPLICA] for process in self.machine.living("node")}
         handle = self.records["handle.json"]
-        if nodes != handle.replicas.keys() or handle.ordered:
-            return f"nodes {sorted(nodes)} run, the handle has {sorted(handle.replicas)} and {handle.ordered}"
+        nodes = sorted((node.marks[MARK_REPLICA], rank_of(node)) for node in self.machine.living("node"))
+        if nodes != [(name, rank) for name in sorted(handle.replicas) for rank in range(self.plan.n_nodes)]:
+            return f"nodes {nodes} run, the handle has {sorted(handle.replicas)}"
+        if handle.ordered:
+            return f"the handle has {handle.ordered} that were ordered"
         if open_requests := [client.number for client in self.clients if not client.ends]:
             return f"requests {open_requests} have not ended"
         gateway = self.gateway()
         if gateway is not None and (left := gateway.leaks()):
             return f"its gateway keeps {left} of requests that have ended"
-        if state.scaling is None and len(nodes) != self.records["desired.json"].replicas:
-            return f"{len(nodes)} replicas run, {self.records['desired.json'].replicas} are wanted"
+        if state.scaling is None and len(handle.replicas) != self.records["desired.json"].replicas:
+            return f"{len(handle.replicas)} replicas run, {self.records['desired.json'].replicas} are wanted"
         return None
 
     # ---- the story ---------------------------------------------------------------------------------------------------
@@ -482,7 +550,10 @@ def patched(life: Life, fault: Fault | None) -> Iterator[None]:
     clients = lambda *_: [GatewayClient(life.network)]  # noqa: E731
     rows: list[tuple[Any, str, Any]] = [
         (targets, "load", lambda _: life.place),
-        (local, "processes", processes),
+        (local, "processes", PlaceProcesses(machine)),
+        (local, "_start", life.start_all),
+        *([(local, "_placement", life.placement)] if life.plan.n_nodes > 1 else []),
+        (leader, "free_port", lambda *_: 29_500),
         *((module, "gateways", clients) for module in (loop, observe, news)),
         (loop, "Sight", lambda _: SimpleNamespace(is_hidden=lambda: life.run.is_hidden)),
         (loop, "measured", SimpleNamespace(keep=lambda *_: None)),

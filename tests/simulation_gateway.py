@@ -152,13 +152,14 @@ class Engine:
         self.process, self.name, self.port, self.ready_at = process, name, port, ready_at
         self.is_hung = False
         self.is_off = False  # its machine has no power: nothing ends its connections
+        self.has_all_parts: Callable[[], bool] = lambda: True
         self.running: dict[Connection, int] = {}
         self.n_steps = 0
         process.on_end.append(self._cut)
 
     @property
     def is_up(self) -> bool:
-        return self.process.is_alive and self.process.machine.time_s >= self.ready_at
+        return self.process.is_alive and self.process.machine.time_s >= self.ready_at and self.has_all_parts()
 
     def ask(self, connection: Connection) -> None:
         if not self.process.is_alive:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from simulation_world import SimProcess, SimProcesses
 
+from penstock.hardware import Interface, Machine, NodeFacts
 from penstock.node.announcer import AdminClient
 from penstock.node.engine_client import StallWatch
+from penstock.node.group.addresses import Introduction
 from penstock.node.load_choice import Chosen
 from penstock.node.local_processes import NodeArgs
 from penstock.planner import Plan
+from penstock.processes import MARK_REPLICA
+from penstock.text import GIB
 from penstock.wire.announcement import EngineLoad, Process
 
 if TYPE_CHECKING:
@@ -55,6 +60,14 @@ class _EngineHandle:
         return self.process.exit_code
 
 
+class PlaceProcesses(SimProcesses):
+    """As a place ends them: all nodes of a replica get a signal at the same time."""
+
+    def end(self, processes: Sequence[Process], grace_s: float) -> list[Process]:
+        names = {self._machine.processes[process.pid].marks[MARK_REPLICA] for process in processes}
+        return super().end([node.identity for name in names for node in self._machine.living("node", name)], grace_s)
+
+
 class SimNodeProcesses:
     """The engine of a node, as `NodeProcesses` starts and ends it."""
 
@@ -67,13 +80,16 @@ class SimNodeProcesses:
         pass
 
     def start_engine(self, *_: object) -> str:
-        engine = self._life.start_engine(self._args.replica)
+        engine = self._life.start_engine(self._args.replica, self._args.rank)
         self.engine = _EngineHandle(engine.process)
         return f"http://127.0.0.1:{engine.port}"
 
     def look(self) -> tuple[Process, ...]:
         alive = self.engine is not None and self.engine.process.is_alive
         return (self.engine.process.identity,) if alive and self.engine is not None else ()
+
+    def exit_code(self) -> int | None:
+        return self.engine.exit_code() if self.engine is not None else None
 
     def ray_has_ended(self) -> bool:
         return False
@@ -82,7 +98,7 @@ class SimNodeProcesses:
         if self.engine is not None:
             processes = SimProcesses(self._life.machine)
             processes.end([self.engine.process.identity], grace_s)
-            processes.sweep(RUN, self._args.replica)
+            processes.sweep(RUN, self._args.replica, str(self._args.rank))
 
 
 class SimEngineClient:
@@ -138,6 +154,11 @@ class SimPrerequisites:
 
     def resolve(self, show: Any = None) -> tuple[Plan, NodeArgs]:
         return self._plan, self._args
+
+    def introduce(self, admin: AdminClient, show: Any = None) -> Introduction:
+        rank = self._args.rank
+        machine = Machine(f"node{rank}", 8, 16 * GIB, 16 * GIB)
+        return Introduction(NodeFacts(machine.host, machine, (Interface("eth0", f"10.0.0.{rank + 1}", 24),), GIB))
 
     def drop_format(self) -> bool:
         return False

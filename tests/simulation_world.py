@@ -20,7 +20,7 @@ from signal import SIGINT, SIGKILL, SIGTERM, Signals
 
 import greenlet
 
-from penstock.processes import MARK_REPLICA, MARK_ROLE, MARK_RUN, MARK_RUN_ID, Marked
+from penstock.processes import MARK_RANK, MARK_REPLICA, MARK_ROLE, MARK_RUN, MARK_RUN_ID, Marked
 from penstock.wire.announcement import Process
 
 EPOCH_S = 1_800_000_000.0
@@ -97,6 +97,11 @@ class SimProcess:
 
     def __repr__(self) -> str:
         return f"{self.role} {self.pid}"
+
+
+def rank_of(process: SimProcess) -> int:
+    """Of a node of a replica, or of its engine's part there."""
+    return int(process.marks.get(MARK_RANK, "0"))
 
 
 class Machine:
@@ -375,6 +380,7 @@ class SimProcesses:
     def find_marked(self, run: str | None = None, replica: str | None = None, rank: str | None = None) -> list[Marked]:
         self._machine.step()
         marked = [p for p in self._machine.living(replica=replica) if p is not self._machine.current and p.marks]
+        marked = [p for p in marked if rank in (None, p.marks.get(MARK_RANK))]
         return [
             Marked(p.pid, p.started_at, p.role, p.marks[MARK_RUN], p.marks.get(MARK_RUN_ID, ""), p.marks[MARK_REPLICA])
             if MARK_REPLICA in p.marks

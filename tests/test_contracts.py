@@ -205,7 +205,7 @@ def test_kubernetes_keeps_the_contract_of_targets(clock: Clock, monkeypatch: pyt
     for module in (kubernetes, placing, view, waiting):
         monkeypatch.setattr(module, "time", clock)
     way = SimpleNamespace(where='context "test"', headers=dict, complaint=lambda: None)
-    monkeypatch.setattr(kubernetes, "connect", lambda *_: Api(way, stub.NAMESPACE, "test"))  # type: ignore[arg-type]
+    monkeypatch.setattr(kubernetes, "connect", lambda *_: Api(way, stub.NAMESPACE, "test"))
     monkeypatch.setattr(Api, "_exchange", lambda _, *asked: stub.ask(*asked))
     monkeypatch.setattr(Api, "_lines", lambda _, *asked: stub.lines(*asked))
     block = {"image": "own", "cpus_per_node": 1, "memory": "1Gi", "expose": "LoadBalancer"}
