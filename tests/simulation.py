@@ -19,7 +19,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,18 +32,17 @@ from simulation_node import (
     RUN,
     AdminAddress,
     GatewayClient,
-    PlaceProcesses,
     SimEngineClient,
     SimNodeProcesses,
     SimPrerequisites,
 )
+from simulation_place import Network, PlaceProcesses, ScriptedPlace
 from simulation_world import EPOCH_S, Machine, SimProcess, SimProcesses, quiet_greenlets, rank_of
 
 from penstock import engines, targets
 from penstock.deployment import observe, stop
 from penstock.deployment.controller import loop, news, scaler
 from penstock.deployment.controller.loop import Controller
-from penstock.errors import PenstockError
 from penstock.node import supervisor
 from penstock.node.group import leader
 from penstock.node.group.member import GroupMember
@@ -53,17 +52,13 @@ from penstock.node.ready_file import ReadyFile
 from penstock.node.supervisor import NodeSupervisor
 from penstock.planner import Plan, launch
 from penstock.processes import MARK_RANK, MARK_REPLICA, MARK_ROLE, MARK_RUN
-from penstock.run_folder import Artifact, Desired, Handle, Launch, Record, Run, Unit
+from penstock.run_folder import Artifact, Desired, Handle, Launch, Record, Run
 from penstock.spec.deployment import Deployment
-from penstock.targets import Placement, local
-from penstock.targets.local import Local
-from penstock.wire.announcement import Process
+from penstock.targets import local
 from penstock.wire.live import Event
 
 FAULTS_S, CALM_S = 60.0, 240.0
 _SHARE = 10  # seeds that a worker process takes at once
-_TIMEOUT_S = 2.0
-_START = local._start
 
 
 class Broken(AssertionError):
@@ -118,63 +113,6 @@ class _MemoryFile:
 
     def stat(self) -> Any:
         raise FileNotFoundError(self._name)
-
-
-class ScriptedPlace(Local):
-    """The local target over simulated processes; it refuses, takes its time, and sees late what happened."""
-
-    def __init__(self, life: Life) -> None:
-        self._life = life
-        self._seen: tuple[float, dict[Unit, Placement]] = (0.0, {})
-
-    def place(self, run: Run, units: Collection[Unit]) -> Handle:
-        machine = self._life.machine
-        machine.step(machine.random.random())
-        if self._life.has_faults and machine.random.random() < 0.1:
-            raise PenstockError("the place is busy", is_retryable=True)
-        handle = super().place(run, units)
-        machine.step(0.3 * machine.random.random())
-        return handle
-
-    def status(self, run: Run) -> dict[Unit, Placement]:
-        machine = self._life.machine
-        at, seen = self._seen
-        fresh = super().status(run)
-        if self._life.has_faults and machine.time_s - at < 0.9 and seen.keys() == fresh.keys():
-            return seen
-        self._seen = (machine.time_s, fresh)
-        return fresh
-
-
-class Network:
-    """Calls to the gateway's admin address: late, repeated, or lost on the way there or back."""
-
-    def __init__(self, life: Life) -> None:
-        self._life, self._machine = life, life.machine
-        self.cut: set[SimProcess] = set()
-
-    def call(self, path: str, body: object) -> Any:
-        machine, draw = self._machine, self._machine.random.random()
-        caller = machine.current
-        machine.step(0.002)
-        if caller in self.cut or (self._life.has_faults and draw < 0.03):
-            return self._silence()
-        gateway = self._life.gateway()
-        if gateway is None:
-            raise PenstockError("connection refused", is_retryable=True)
-        answer = gateway.call(path, body)
-        if self._life.has_faults and 0.03 < draw < 0.05:
-            machine.step(0.1)
-            with contextlib.suppress(PenstockError):
-                gateway.call(path, body)
-        machine.step(0.002)
-        if self._life.has_faults and 0.05 < draw < 0.08:
-            return self._silence()
-        return answer
-
-    def _silence(self) -> Any:
-        self._machine.step(_TIMEOUT_S)
-        raise PenstockError("no answer", is_retryable=True)
 
 
 def _wanted(replicas: Any, nodes: int = 1) -> tuple[Deployment, Plan]:
@@ -338,25 +276,6 @@ class Life:
                 if self.random.random() < 0.5:
                     self.machine.after(3.0 * self.random.random(), functools.partial(self.machine.kill, engine.process))
 
-    # ---- replicas of several nodes -----------------------------------------------------------------------------------
-
-    def start_all(self, run: Run, name: str, gpus: Sequence[int]) -> Process:
-        """Start the nodes of a replica one after the other, in place of `local._start`; its first one."""
-        first = _START(run, name, gpus)
-        marks = {**self._marks("node"), MARK_REPLICA: name}
-        for rank in range(1, self.plan.n_nodes):
-            SimProcesses(self.machine).start_detached(["penstock.node"], marks | {MARK_RANK: str(rank)}, Path())
-        return first
-
-    def placement(self, entry: dict[str, Any]) -> Placement:
-        """In place of `local._placement`: a replica is placed while all of its nodes live."""
-        first = self.machine.processes[entry["pid"]]
-        living = {*map(rank_of, self.machine.living("node", first.marks[MARK_REPLICA]))}
-        lost = {*range(self.plan.n_nodes)} - living
-        if lost or not first.is_alive:
-            return Placement("gone", f"its nodes {sorted(lost)} are gone")
-        return Placement("placed")
-
     def _marks(self, role: str) -> dict[str, str]:
         return SimProcesses(self.machine).marks(RUN, "id", role)
 
@@ -397,10 +316,13 @@ class Life:
                 engine.is_off |= engine.process.is_alive and engine.name == victim.marks[MARK_REPLICA]
             for process in list(machine.living(replica=victim.marks[MARK_REPLICA])):
                 self._kill(process)
-        elif draw < 0.5:  # the home of all runs is away
+        elif draw < 0.48 and victim is not None and (name := victim.marks.get(MARK_REPLICA)) is not None:
+            if name not in self.place.reclaims:
+                self.place.reclaim(name, 25.0 * self.random.random())
+        elif draw < 0.52:  # the home of all runs is away
             self.run.is_hidden = True
             machine.after(8.0 * self.random.random(), self._show)
-        elif draw < 0.55:
+        elif draw < 0.57:
             for role in ("controller", "watchdog"):
                 for process in list(machine.living(role)):
                     self._kill(process)
@@ -551,8 +473,8 @@ def patched(life: Life, fault: Fault | None) -> Iterator[None]:
     rows: list[tuple[Any, str, Any]] = [
         (targets, "load", lambda _: life.place),
         (local, "processes", PlaceProcesses(machine)),
-        (local, "_start", life.start_all),
-        *([(local, "_placement", life.placement)] if life.plan.n_nodes > 1 else []),
+        (local, "_start", life.place.start_all),
+        *([(local, "_placement", life.place.placement)] if life.plan.n_nodes > 1 else []),
         (leader, "free_port", lambda *_: 29_500),
         *((module, "gateways", clients) for module in (loop, observe, news)),
         (loop, "Sight", lambda _: SimpleNamespace(is_hidden=lambda: life.run.is_hidden)),

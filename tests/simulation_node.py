@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,12 @@ from penstock.node.group.addresses import Introduction
 from penstock.node.load_choice import Chosen
 from penstock.node.local_processes import NodeArgs
 from penstock.planner import Plan
-from penstock.processes import MARK_REPLICA
 from penstock.text import GIB
 from penstock.wire.announcement import EngineLoad, Process
 
 if TYPE_CHECKING:
-    from simulation import Life, Network
+    from simulation import Life
+    from simulation_place import Network
 
 RUN = "/sim/runs/one"
 
@@ -58,14 +57,6 @@ class _EngineHandle:
 
     def exit_code(self) -> int | None:
         return self.process.exit_code
-
-
-class PlaceProcesses(SimProcesses):
-    """As a place ends them: all nodes of a replica get a signal at the same time."""
-
-    def end(self, processes: Sequence[Process], grace_s: float) -> list[Process]:
-        names = {self._machine.processes[process.pid].marks[MARK_REPLICA] for process in processes}
-        return super().end([node.identity for name in names for node in self._machine.living("node", name)], grace_s)
 
 
 class SimNodeProcesses:
