@@ -93,9 +93,9 @@ class GroupLeader:
             return f"{node.host} ({node.address}) does not answer any more" if self._board.can_judge() else None
         if row.post.instance != self._instances.get(node.rank):
             return f"{node.host} ({node.address}) was started again"
-        if row.post.epoch == self._epoch and row.post.content.get("phase") == "died":
-            return f"{node.host}: {row.post.content.get('reason')}"
-        return None
+        if row.post.epoch != self._epoch:  # it took this node for gone
+            return f"{node.host} ({node.address}) has left the group"
+        return f"{node.host}: {row.post.content.get('reason')}" if row.post.content.get("phase") == "died" else None
 
     def over(self, phase: str = "over", wait_s: float = 0.0) -> None:
         """End this epoch: the others end their engines, with "stopping" and "failed" also themselves.

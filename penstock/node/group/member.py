@@ -48,7 +48,7 @@ class GroupMember:
         self._plan, self._board, self._engine, self._introduce, self._start = plan, board, engine, introduce, start
         self._on_ready, self._ready_file = on_ready, ready_file
         self._wake = self._world.event()
-        self._ended: set[str] = set()
+        self._ended: set[str] = set()  # epochs whose engine was started here, or could not be
         self._stop_by: float | None = None
         self._last: tuple[str, Mapping[str, Any]] = ("", {})
         self._note = ""
@@ -72,7 +72,6 @@ class GroupMember:
             epoch, content = self._leader()
             if content.get("phase") == "gather" and epoch not in self._ended:
                 self._run_epoch(epoch)
-                self._ended.add(epoch)
             elif content.get("phase") in _LEADER_ENDS or (self.stops and content.get("phase") != "go"):
                 break
             elif not content:  # rank 0 has not begun
@@ -81,6 +80,7 @@ class GroupMember:
         return 0
 
     def _run_epoch(self, epoch: str) -> None:
+        """Until its engine has run once, it may be left and entered again: rank 0 that was silent goes on with it."""
         introduction = self._introduction(epoch)
         if introduction is None:
             return
@@ -88,6 +88,7 @@ class GroupMember:
         content = self._wait_go(epoch)
         if content is None:
             return
+        self._ended.add(epoch)
         formation = msgspec.convert(content["formation"], Formation)
         rank = self._board.rank
         print(f"penstock: node {rank} starts its ranks at {formation.nodes[rank].address}", flush=True)
@@ -156,6 +157,7 @@ class GroupMember:
         return Diagnosis(f"Ray ended: {local.ray_last_words()}")
 
     def _post_death(self, epoch: str, death: Diagnosis) -> None:
+        self._ended.add(epoch)
         print(f"penstock: {death.reason}", flush=True)
         self._board.post(epoch, phase="died", reason=death.reason, hint=death.hint, is_final=death.is_final)
         self._board.wait_posted(2.0)
