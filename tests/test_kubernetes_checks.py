@@ -370,11 +370,7 @@ TAINT = {"key": "dedicated", "value": "ml", "effect": "NoSchedule"}
 @pytest.mark.parametrize(
     ("nodes", "more", "expected"),
     [
-        (
-            [node("a", 4), node("b", 2)],
-            {"n_gpus": 8},
-            ["hardware.gpus_per_node: 8 GPUs, but the most is 4 on a"],
-        ),
+        ([node("a", 4), node("b", 2)], {"n_gpus": 8}, ["hardware.gpus_per_node: 8 GPUs, but the most is 4 on a"]),
         (
             [node("a", 0), node("b", 0)],
             {},

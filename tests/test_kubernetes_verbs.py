@@ -208,10 +208,7 @@ def test_keys_and_usage_run_next_to_the_gateway(shell: Shell, cluster: Cluster, 
     started("one")
     assert shell("keys", "create", "alice", "--rpm", "60", "--deployment", "one")[0] == 0
     assert shell("usage", "--json")[0] == 2, "its exit code is passed on"
-    assert commands == [
-        ["exec", "one", "keys", "create", "alice", "--rpm", "60"],
-        ["exec", "one", "usage", "--json"],
-    ]
+    assert commands == [["exec", "one", "keys", "create", "alice", "--rpm", "60"], ["exec", "one", "usage", "--json"]]
     shell("dashboard", "one", "--ray", "0", "--json")
     assert commands.pop() == ["exec", "one", "dashboard", "one", "--ray", "0", "--inside", "--json"]
     assert "cannot find store" in shell("keys", "list", "--store", "/nowhere")[2]
