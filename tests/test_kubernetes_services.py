@@ -1,4 +1,4 @@
-"""Target kubernetes: what is no replica: gateway, controller, chat page, traffic.
+"""Target kubernetes: what is no replica: gateway, controller, chat page, traffic, scaling.
 
 What their objects look like is in golden/kubernetes (test_kubernetes_render.py).
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 from samples import deployment, gpu_plan, run_folder
 
 from penstock.chat.page.config import PageConfig
@@ -19,13 +20,12 @@ from penstock.deployment import placed_unit
 from penstock.gateway.config import load_config
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment
-from penstock.targets.kubernetes import checks, packages, services, traffic
+from penstock.targets.kubernetes import packages, scaling, services, traffic
 from penstock.targets.kubernetes.objects import Object
 from penstock.targets.kubernetes.target import Kubernetes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "docs" / "how-to" / f"{name}.md" for name in ("kubernetes", "gke", "eks", "on-prem")]
-POSTGRES = {"store": "postgresql://penstock@db/penstock"}
 
 
 def cluster(gateway: Any = None, ui: Any = False, **block: Any) -> Deployment:
@@ -54,6 +54,21 @@ def test_a_chat_page_is_placed_where_the_file_asks_for_one() -> None:
     assert Kubernetes().placed(cluster(ui=True)) == ("replica", "gateway", "controller", "ui")
 
 
+@pytest.mark.parametrize("is_google", [False, True])
+def test_hpa_reads_the_gauge_from_an_adapter_which_google_has(is_google: bool) -> None:
+    wanted = deployment(target="kubernetes", replicas={"min": 1, "max": 4, "actuator": "hpa"})
+    dial, hpa, *adapter = scaling.objects_of(wanted, gpu_plan(), "autoscaling/v2beta2", is_google)
+    assert scaling.number_of(dial) == 1
+    assert hpa["apiVersion"] == "autoscaling/v2beta2"
+    [metric] = hpa["spec"]["metrics"]
+    name = metric["external"]["metric"]["name"]
+    if is_google:
+        assert (name, adapter) == ("prometheus.googleapis.com|penstock_desired_replicas|gauge", [])
+    else:
+        rule = yaml.safe_load(adapter[0]["data"]["prometheus-adapter.yaml"])
+        assert rule["rules"]["external"][0]["name"] == {"as": name}
+
+
 def test_an_ingress_has_its_certificate_by_secret_and_none_that_is_not_asked_for() -> None:
     wanted = cluster(expose="Ingress", host="a.example", tls_secret="cert")
     by_secret = only(traffic.exposed(wanted), "Ingress")
@@ -63,38 +78,6 @@ def test_an_ingress_has_its_certificate_by_secret_and_none_that_is_not_asked_for
 
 
 INGRESS = {"expose": "Ingress", "host": "a.example"}
-ROUTE = {"expose": "HTTPRoute", "route_parent": "infra/web"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "block", "path", "words"),
-    [
-        ({"gateway": {"auth": "none"}}, {}, "gateway.auth", "every pod"),
-        ({"gateway": {"port": 0}}, {}, "gateway.port", "0 is not the port of a Service"),
-        ({"gateway": {"store": "/data/keys.db"}}, {}, "gateway.store", "a file of this machine"),
-        ({"gateway": POSTGRES}, {}, "kubernetes.gateway_image", "the engine's image has no psycopg"),
-        ({}, {"gateways": 2}, "kubernetes.gateways", "2 gateways cannot share"),
-        ({}, {"gateways": 0}, "kubernetes.gateways", "0 is less than 1"),
-        ({}, {"postgres_secret": "db"}, "kubernetes.postgres_secret", "gateway.store is no"),
-        ({}, {"expose": "Ingress"}, "kubernetes.host", "is missing"),
-        ({}, {"expose": "HTTPRoute"}, "kubernetes.route_parent", "is missing"),
-        ({}, ROUTE | {"route_parent": "web"}, "kubernetes.route_parent", '"web" is not NAMESPACE/NAME'),
-        ({}, {"host": "a.example"}, "kubernetes.host", "is for expose: Ingress and HTTPRoute, and expose is none"),
-        ({}, ROUTE | {"tls_secret": "cert"}, "kubernetes.tls_secret", "is for expose: LoadBalancer and Ingress"),
-        ({"ui": {"login": "none"}}, {}, "ui.login", "everyone who reaches the page"),
-        ({"ui": {"host": "0.0.0.0"}}, {}, "ui.host", "listens in its pod"),
-        ({"ui": {"port": 0}}, {}, "ui.port", "0 is not the port of a Service"),
-        ({"ui": {"root_path": "/"}}, INGRESS, "ui.root_path", "clients have the gateway"),
-        ({}, {"ui_image": "page:1"}, "kubernetes.ui_image", "there is no chat page"),
-    ],
-)
-def test_what_cannot_work_is_a_problem_with_its_field(
-    fields: dict[str, Any], block: dict[str, Any], path: str, words: str
-) -> None:
-    rows = checks.file_problems(cluster(**fields, **block))
-    problems = [row for row in rows if row.path != "model"]  # the demo model is in no cluster
-    assert [problem.path for problem in problems] == [path]
-    assert words in problems[0].message
 
 
 @pytest.mark.parametrize(
