@@ -5,7 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 import pytest
+from kubernetes_goldens import cases, kept, sections
 
 from penstock.targets import Placement
 from penstock.targets.kubernetes import reasons, scheduling, words
@@ -33,6 +35,14 @@ def pod(rank: int = 0, node: str | None = "node-1", phase: str = "Pending", **mo
         spec["nodeName"] = node
     status = {"phase": phase, "conditions": more.pop("conditions", [])} | more.pop("status", {})
     return {"metadata": metadata | more.pop("metadata", {}), "spec": spec, "status": status | more}
+
+
+def unscheduled(rank: int = 0) -> Object:
+    return pod(rank, None, conditions=[{**UNSCHEDULED, "reason": "Unschedulable", "message": SHORT}])
+
+
+def starting(*statuses: Object, init: tuple[Object, ...] = ()) -> Object:
+    return pod(containerStatuses=[*statuses], initContainerStatuses=[*init])
 
 
 def container(name: str = "node", image: str = "vllm/vllm-openai:v0.27.1", **more: Any) -> Object:
@@ -65,230 +75,155 @@ def place(pods: list[Object], events: tuple[Object, ...] = (), n_nodes: int = 1,
     return words.placement_of_replica(SET, pods, events, n_nodes, more.pop("revision", "new"), NOW, **more)
 
 
-# ---- the scheduler ---------------------------------------------------------------------------------------------------
+# ---- placements ------------------------------------------------------------------------------------------------------
 
 NEEDS = {"nvidia.com/gpu": "4", "cpu": "16", "memory": "64Gi"}
 
 
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        (  # 1.20
-            "0/8 nodes are available: 2 node(s) had taint {dedicated: ml}, that the pod didn't tolerate, "
-            "6 Insufficient nvidia.com/gpu.",
-            "0/8 nodes have 4 nvidia.com/gpu free (2 tainted dedicated=ml)",
-        ),
-        (
-            "0/3 nodes are available: 1 node(s) had taint {node-role.kubernetes.io/master: }, that the pod didn't "
-            "tolerate, 2 node(s) didn't match Pod's node affinity.",
-            "0/3 nodes can take it (1 tainted, 2 without the labels that it selects)",
-        ),
-        (  # 1.24 to 1.34
-            "0/8 nodes are available: 1 node(s) had untolerated taint {node-role.kubernetes.io/control-plane: }, "
-            "1 node(s) were unschedulable, 6 Insufficient cpu, 6 Insufficient nvidia.com/gpu. preemption: 0/8 nodes "
-            "are available: 2 Preemption is not helpful for scheduling, 6 No preemption victims found for incoming "
-            "pod..",
-            "0/8 nodes have 4 nvidia.com/gpu, 16 cpu free (1 tainted, 1 cordoned)",
-        ),
-        (  # 1.35
-            "0/17 nodes are available: 17 node(s) had untolerated taint(s). no new claims to deallocate, preemption: "
-            "0/17 nodes are available: 17 Preemption is not helpful for scheduling.",
-            "0/17 nodes can take it (17 tainted)",
-        ),
-        ("0/2 nodes are available: 2 Too many pods.", "0/2 nodes can take it (2 Too many pods)"),
-        (
-            "0/2 nodes are available: pod has unbound immediate PersistentVolumeClaims. preemption: 0/2 nodes are "
-            "available: 2 Preemption is not helpful for scheduling.",
-            "its PersistentVolumeClaim has no volume yet",
-        ),
-        (
-            '0/4 nodes are available: persistentvolumeclaim "models" not found. preemption: not eligible due to '
-            "preemptionPolicy=Never.",
-            '0/4 nodes can take it (persistentvolumeclaim "models" not found)',
-        ),
-        ("no nodes available to schedule pods", "no nodes available to schedule pods"),
-    ],
-)
+@pytest.mark.parametrize(("message", "expected"), cases("scheduler.txt"))
 def test_the_schedulers_message_becomes_words(message: str, expected: str) -> None:
+    """Messages of Kubernetes 1.20, 1.24 to 1.34, and 1.35."""
     assert scheduling.unschedulable_in_words(message, NEEDS) == expected
 
 
+UNSCHEDULED = {"type": "PodScheduled", "status": "False"}
 SHORT = "0/8 nodes are available: 8 Insufficient nvidia.com/gpu."
 SCALE_UP = "pod triggered scale-up: [{gpu-pool 0->1 (max: 4)}]"
-
-
-@pytest.mark.parametrize(
-    ("events", "expected"),
-    [
-        ((), ""),
-        ((event("TriggeredScaleUp", SCALE_UP),), "; a node is being added (gpu-pool 0->1 (max: 4))"),
-        (
-            (
-                event("TriggeredScaleUp", SCALE_UP, 60),
-                event("NotTriggerScaleUp", "pod didn't trigger scale-up: 2 max node group size reached", 5),
-            ),
-            "; the autoscaler adds no node: 2 max node group size reached",
-        ),
-        (
-            (event("Nominated", "Pod should schedule on: nodeclaim/gpu-x7k2p", reportingComponent="karpenter"),),
-            "; a node is being added (gpu-x7k2p)",
-        ),
-        (
-            (event("FailedScaleUp", "Node scale up in zones us-central1-a failed: GCE out of resources."),),
-            "; the autoscaler could not add a node: Node scale up in zones us-central1-a failed: GCE out of resources.",
-        ),
-        ((event("TriggeredScaleUp", SCALE_UP, of="uid-earlier"),), ""),
-    ],
-)
-def test_an_unscheduled_pod_is_queued_with_what_the_autoscaler_does(events: tuple[Object, ...], expected: str) -> None:
-    scheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": SHORT}
-    placement = place([pod(node=None, conditions=[scheduled])], events)
-    assert (placement.state, placement.where) == ("queued", None)
-    assert placement.reason == f"Pending: 0/8 nodes have 4 nvidia.com/gpu free{expected}"
-
-
-def test_a_gated_pod_says_which_gate_holds_it() -> None:
-    gated = pod(node=None, conditions=[{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}])
-    gated["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
-    assert place([gated]).reason == "Pending: held by scheduling gate kueue.x-k8s.io/admission"
-
-
-# ---- containers that do not start ------------------------------------------------------------------------------------
-
+GATED = pod(node=None, conditions=[{**UNSCHEDULED, "reason": "SchedulingGated"}])
+GATED["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
+SCALED_UP = event("TriggeredScaleUp", SCALE_UP, 60)
+FULL = event("NotTriggerScaleUp", "pod didn't trigger scale-up: 2 max node group size reached", 5)
+CLAIMED = event("Nominated", "Pod should schedule on: nodeclaim/gpu-x7k2p", reportingComponent="karpenter")
+NO_NODE = event("FailedScaleUp", "Node scale up in zones us-central1-a failed: GCE out of resources.")
 NOT_FOUND = (
     'rpc error: code = NotFound desc = failed to pull and unpack image "docker.io/a/b:c": failed to resolve reference '
     '"docker.io/a/b:c": docker.io/a/b:c: not found'
 )
+BACK_OFF = 'Back-off pulling image "a/b:c"'
+NOT_PULLED = event("Failed", f'Failed to pull image "a/b:c": {NOT_FOUND}'), event("Failed", "Error: ErrImagePull", 5)
+PULLING = event("Pulling", 'Pulling image "a/b:c"', 43)
+NO_MAP = event("FailedMount", 'MountVolume.SetUp failed for volume "launch" : configmap "x" not found', 2)
+TWICE = event("FailedAttachVolume", 'Multi-Attach error for volume "pvc-1" Volume is already used by pod(s) b')
+CREATING, WAITS = waiting("ContainerCreating"), waiting("PodInitializing")
+SLOW_SECRET = waiting("CreateContainerConfigError", "failed to sync secret cache: timed out waiting")
 OOM = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
 CRASH = {"terminated": {"exitCode": 1, "reason": "Error", "message": "Traceback\n  File x\nKeyError: 'a'\n"}}
-
-
-@pytest.mark.parametrize(
-    ("status", "events", "expected"),
-    [
-        (
-            [waiting("ErrImagePull", NOT_FOUND, image="a/b:c")],
-            (),
-            "cannot pull image a/b:c: docker.io/a/b:c: not found",
-        ),
-        (  # before 1.32 only events have the registry's words
-            [waiting("ImagePullBackOff", 'Back-off pulling image "a/b:c"', image="a/b:c")],
-            (event("Failed", f'Failed to pull image "a/b:c": {NOT_FOUND}'), event("Failed", "Error: ErrImagePull", 5)),
-            "cannot pull image a/b:c: docker.io/a/b:c: not found",
-        ),
-        (
-            [waiting("ImagePullBackOff", f'Back-off pulling image "a/b:c": ErrImagePull: {NOT_FOUND}', image="a/b:c")],
-            (),
-            "cannot pull image a/b:c: docker.io/a/b:c: not found",
-        ),
-        (
-            [waiting("CreateContainerConfigError", 'secret "hub" not found')],
-            (),
-            'container node cannot start: secret "hub" not found',
-        ),
-        (
-            [waiting("CrashLoopBackOff", "back-off 10s restarting", restartCount=2, lastState=CRASH)],
-            (),
-            "container node ended with code 1, end number 3: Traceback / File x / KeyError: 'a'",
-        ),
-        (
-            [waiting("CrashLoopBackOff", "back-off 10s", restartCount=1, lastState=OOM)],
-            (),
-            "container node was ended by the kernel: out of memory (limit 64Gi), end number 2",
-        ),
-        ([container(state=OOM)], (), "container node was ended by the kernel: out of memory (limit 64Gi)"),
-        (
-            [waiting("ContainerCreating")],
-            (event("Pulling", 'Pulling image "a/b:c"', 43),),
-            "pulling image a/b:c for 40 s",
-        ),
-        (
-            [waiting("ContainerCreating")],
-            (event("Pulling", 'Pulling image "a/b:c"', 43), event("Pulled", "Successfully pulled image", 2)),
-            "starts on node-1",
-        ),
-        (
-            [waiting("ContainerCreating")],
-            (event("FailedMount", 'MountVolume.SetUp failed for volume "launch" : configmap "x" not found', 2),),
-            'cannot mount a volume: MountVolume.SetUp failed for volume "launch" : configmap "x" not found',
-        ),
-        (
-            [waiting("ContainerCreating")],
-            (event("FailedAttachVolume", 'Multi-Attach error for volume "pvc-1" Volume is already used by pod(s) b'),),
-            'cannot mount a volume: Multi-Attach error for volume "pvc-1" Volume is already used by pod(s) b',
-        ),
-        ([], (), "starts on node-1"),
-    ],
+UNFIT = {"terminated": {"exitCode": 3, "message": "cannot use this image: it has no msgspec\n"}}
+COPIED = container("copy", state={"terminated": {"exitCode": 0}})
+RUNS = {"running": {"startedAt": at(-20)}}
+QUOTA = (
+    'create Pod qwen-r0-0 in StatefulSet qwen-r0 failed error: pods "qwen-r0-0" is forbidden: exceeded quota: gpus, '
+    "requested: requests.nvidia.com/gpu=4, used: requests.nvidia.com/gpu=8, limited: requests.nvidia.com/gpu=8"
 )
-def test_a_container_that_does_not_start_says_why(
-    status: list[Object], events: tuple[Object, ...], expected: str
-) -> None:
-    placement = place([pod(containerStatuses=status)], events)
-    assert placement.reason == expected
-    assert placement.state in ("queued", "broken")
-    assert placement.where == "node-1"
+REFUSED = event("FailedCreate", 'Error creating: pods "x" is forbidden: no', 60, of="uid-set")
+MADE = event("SuccessfulCreate", "create Pod qwen-r0-0 in StatefulSet qwen-r0 successful", 5, of="uid-set")
+EVICTED = {"reason": "Evicted", "message": "The node was low on resource: ephemeral-storage."}
+SHUT_DOWN = {"reason": "Terminated", "message": "Pod was terminated in response to ..."}
+DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": "x"}
+DELETED = running(1, metadata={"deletionTimestamp": at(20)})
+PREEMPTED = event("Preempted", "Preempted by ml/other on node node-1", of="uid-1")
+LOST = {"lost_nodes": frozenset({"node-1"})}
+POD_SECURITY = 'pods "qwen-gateway-1" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot'
 
 
-def test_an_init_container_that_failed_is_shown_before_those_that_wait_for_it() -> None:
-    ended = {"terminated": {"exitCode": 3, "message": "cannot use this image: it has no msgspec\n"}}
-    prepare = waiting("CrashLoopBackOff", name="prepare", restartCount=1, lastState=ended)
-    done = container("copy", state={"terminated": {"exitCode": 0}})
-    placement = place([pod(initContainerStatuses=[done, prepare], containerStatuses=[waiting("PodInitializing")])])
-    expected = "container prepare ended with code 3, end number 2: cannot use this image: it has no msgspec"
-    assert (placement.state, placement.reason) == ("queued", expected)
+def crashed(n: int, state: Object, message: str = "back-off 10s restarting") -> Object:
+    return waiting("CrashLoopBackOff", message, restartCount=n, lastState=state)
 
 
-def test_a_replica_says_that_it_waits_for_the_weights() -> None:
-    state = {"running": {"startedAt": at(-20)}}
-    waits = pod(
-        initContainerStatuses=[container("weights", state=state)], containerStatuses=[waiting("PodInitializing")]
-    )
-    assert place([waits]).reason == "waits for the weights"
+def pulls(reason: str, message: str, image: str = "a/b:c") -> Object:
+    return waiting(reason, message, image=image)
 
 
-def test_a_chat_page_says_that_it_installs_packages() -> None:
-    state = {"running": {"startedAt": at(-20)}}
-    installs = pod(
-        initContainerStatuses=[container("packages", state=state)], containerStatuses=[waiting("PodInitializing")]
-    )
-    assert (
-        words.placement_of_deployment({"spec": {}}, [installs], [], NOW).reason == "installs the chat page's packages"
-    )
+def both(*others: Object, events: tuple[Object, ...] = ()) -> Placement:
+    """Of a replica of two nodes whose first pod runs."""
+    return place([running(0), *others], events, n_nodes=2)
 
 
-# ---- placements of replicas ------------------------------------------------------------------------------------------
+def serves(n: int | None, *pods: Object, **more: Any) -> Placement:
+    """Of a Deployment with so many replicas, or of none."""
+    deployment = None if n is None else {"metadata": {"name": "g"}, "spec": {"replicas": n}, **more}
+    return words.placement_of_deployment(deployment, pods, (), NOW)
 
 
-def test_a_replica_is_placed_when_all_its_node_containers_run_ready_or_not() -> None:
-    pods = [running(1, "node-2", -20, is_ready=False), running(0, "node-1", -50)]
-    placement = place(pods, n_nodes=2)
-    assert (placement.state, placement.where, placement.placed_at) == ("placed", "node-1, node-2", NOW - 20)
-    assert placement.reason is None
+def placements() -> dict[str, Placement]:
+    """golden/kubernetes/placements.txt has what is said of each."""
+    return {
+        "unscheduled": place([unscheduled()]),
+        "the autoscaler adds a node": place([unscheduled()], (SCALED_UP,)),
+        "the autoscaler adds none after all": place([unscheduled()], (SCALED_UP, FULL)),
+        "Karpenter adds a node": place([unscheduled()], (CLAIMED,)),
+        "the cloud has no node": place([unscheduled()], (NO_NODE,)),
+        "events of an earlier pod": place([unscheduled()], (event("TriggeredScaleUp", SCALE_UP, of="uid-earlier"),)),
+        "gated": place([GATED]),
+        "an image that is not there": place([starting(pulls("ErrImagePull", NOT_FOUND))]),
+        "before 1.32 only events have the registry's words": place(
+            [starting(pulls("ImagePullBackOff", BACK_OFF))], NOT_PULLED
+        ),
+        "since 1.32": place([starting(pulls("ImagePullBackOff", f"{BACK_OFF}: ErrImagePull: {NOT_FOUND}"))]),
+        "a registry that is busy": place(
+            [starting(pulls("ErrImagePull", "toomanyrequests: rate limit", "a/denied:404"))]
+        ),
+        "no secret": place([starting(waiting("CreateContainerConfigError", 'secret "hub" not found'))]),
+        "a secret that is late": place([starting(SLOW_SECRET)]),
+        "a crash": place([starting(crashed(1, CRASH))]),
+        "crash after crash": place([starting(crashed(2, CRASH))]),
+        "out of memory, and waits": place([starting(crashed(1, OOM))]),
+        "out of memory": place([starting(container(state=OOM))]),
+        "pulls": place([starting(CREATING)], (PULLING,)),
+        "has pulled": place([starting(CREATING)], (PULLING, event("Pulled", "Successfully pulled image", 2))),
+        "no ConfigMap": place([starting(CREATING)], (NO_MAP,)),
+        "a disk of another node": place([starting(CREATING)], (TWICE,)),
+        "no container yet": place([starting()]),
+        "an init container failed": place([starting(WAITS, init=(COPIED, crashed(1, UNFIT) | {"name": "prepare"}))]),
+        "waits for the weights": place([starting(WAITS, init=(container("weights", state=RUNS),))]),
+        "one of two pods is not ready": place([running(1, "node-2", -20, is_ready=False), running(0)], n_nodes=2),
+        "no set": words.placement_of_replica(None, [], [], 1, "new", NOW),
+        "over quota": place([], (event("FailedCreate", QUOTA, of="uid-set"),)),
+        "refused": place([], (REFUSED,)),
+        "no longer refused": place([], (REFUSED, MADE)),
+        "the second pod waits": both(unscheduled(1)),
+        "both pods wait": place([unscheduled(0), unscheduled(1)], n_nodes=2),
+        "the second pod is not there": both(),
+        "it was evicted": both(pod(1, phase="Failed", status=EVICTED)),
+        "it is deleted": both(DELETED),
+        "it is preempted": both(DELETED | {"status": {"phase": "Running", "conditions": [DISRUPTED]}}),
+        "it is preempted, as only an event tells": both(DELETED, events=(PREEMPTED,)),
+        "its node shuts down": both(pod(1, phase="Failed", status=SHUT_DOWN)),
+        "it starts again": both(pod(1, metadata={"creationTimestamp": at(-5)})),
+        "its node is lost": place([running(0)], **LOST),
+        "its node is lost, and its grace is over": place([running(0, metadata={"deletionTimestamp": at(-31)})], **LOST),
+        "another revision serves": place([running(0)], revision="newer"),
+        "its probe fails once": place([running(0, started=-30, is_ready=False)], revision="newer"),
+        "another revision never served": place([running(0, started=-500, is_ready=False)], revision="newer"),
+        "another revision cannot start": place([starting(waiting("ErrImagePull"))], revision="newer"),
+        "another revision has no pod": place([], revision="newer"),
+        "one of two gateways is ready": serves(2, running(0), pod(1, None)),
+        "no gateway": serves(None),
+        "a gateway that is scaled to 0": serves(0),
+        "a gateway without a pod": serves(1),
+        "a gateway that is not ready": serves(1, running(0, is_ready=False)),
+        "a gateway after an eviction": serves(1, pod(0, phase="Failed", status=EVICTED), pod(1)),
+        "a gateway that is refused": serves(
+            1,
+            status={
+                "conditions": [{"type": "ReplicaFailure", "status": "True", "reason": "X", "message": POD_SECURITY}]
+            },
+        ),
+        "a chat page installs packages": serves(1, starting(WAITS, init=(container("packages", state=RUNS),))),
+    }
 
 
-def test_a_replica_without_its_set_is_gone() -> None:
-    assert words.placement_of_replica(None, [], [], 1, "new", NOW).state == "gone"
+def told(placement: Placement) -> list[str]:
+    """Its words, and what else is set; times from now on."""
+    facts = {name: value for name, value in msgspec.structs.asdict(placement).items() if value not in (None, False)}
+    state, reason = facts.pop("state"), facts.pop("reason", None)
+    rest = [f"{name} {value - NOW if name.endswith('_at') else value}" for name, value in facts.items()]
+    return [": ".join(filter(None, (state, reason))), *rest]
 
 
-def test_a_quota_is_named_by_the_events_of_the_set() -> None:
-    message = (
-        'create Pod qwen-r0-0 in StatefulSet qwen-r0 failed error: pods "qwen-r0-0" is forbidden: exceeded quota: '
-        "gpus, requested: requests.nvidia.com/gpu=4, used: requests.nvidia.com/gpu=8, limited: "
-        "requests.nvidia.com/gpu=8"
-    )
-    placement = place([], (event("FailedCreate", message, of="uid-set"),))
-    expected = (
-        "over quota gpus: requests requests.nvidia.com/gpu=4; used requests.nvidia.com/gpu=8; limit "
-        "requests.nvidia.com/gpu=8"
-    )
-    assert (placement.state, placement.reason) == ("queued", expected)
-
-
-def test_a_set_that_makes_its_pods_again_is_not_refused_any_more() -> None:
-    refused = event("FailedCreate", 'Error creating: pods "x" is forbidden: no', 60, of="uid-set")
-    made = event("SuccessfulCreate", "create Pod qwen-r0-0 in StatefulSet qwen-r0 successful", 5, of="uid-set")
-    assert place([], (refused,)).reason == 'pods "x" is forbidden: no'
-    assert place([], (refused, made)).reason == "its StatefulSet has made 0 of 1 pods"
+def test_placements_are_told_in_words() -> None:
+    text = sections({name: told(placement) for name, placement in placements().items()})
+    assert text == kept("placements.txt", text)
 
 
 def test_a_leader_worker_set_is_refused_by_the_sets_that_it_makes() -> None:
@@ -299,47 +234,7 @@ def test_a_leader_worker_set_is_refused_by_the_sets_that_it_makes() -> None:
     assert reasons.refused(lws, events) == "over"
 
 
-def test_the_first_start_of_several_pods_is_queued_and_names_the_pod_that_waits() -> None:
-    scheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": SHORT}
-    placement = place([running(0), pod(1, None, conditions=[scheduled])], n_nodes=2)
-    assert placement.state == "queued"
-    assert placement.reason == "qwen-r0-1: Pending: 0/8 nodes have 4 nvidia.com/gpu free"
-    both = place([pod(rank, None, conditions=[scheduled]) for rank in (0, 1)], n_nodes=2)
-    assert both.reason == "2 of 2 pods: Pending: 0/8 nodes have 4 nvidia.com/gpu free"
-
-
-EVICTED = {"reason": "Evicted", "message": "The node was low on resource: ephemeral-storage."}
-DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": "x"}
-
-
-@pytest.mark.parametrize(
-    ("other", "reason"),
-    [
-        (None, "its StatefulSet has made 1 of 2 pods"),
-        (pod(1, phase="Failed", status=EVICTED), f"qwen-r0-1: was evicted: {EVICTED['message']}"),
-        (running(1, metadata={"deletionTimestamp": at(20)}), "qwen-r0-1: is being deleted"),
-        (
-            running(1, metadata={"deletionTimestamp": at(20)})
-            | {"status": {"phase": "Running", "conditions": [DISRUPTED]}},
-            "qwen-r0-1: is being deleted: preempted by a pod of higher priority",
-        ),
-        (
-            pod(1, phase="Failed", status={"reason": "Terminated", "message": "Pod was terminated in response to ..."}),
-            "qwen-r0-1: was ended: its node shuts down: Pod was terminated in response to ...",
-        ),
-        (pod(1, metadata={"creationTimestamp": at(-5)}), "qwen-r0-1: starts on node-1"),
-    ],
-)
-def test_a_replica_that_lost_a_pod_is_broken_and_repaired_by_its_set(other: Object | None, reason: str) -> None:
-    placement = place([running(0), *([other] if other else [])], n_nodes=2)
-    assert (placement.state, placement.is_repaired_by_target, placement.reason) == ("broken", True, reason)
-
-
-def test_before_the_condition_of_disruptions_an_event_tells_of_preemption() -> None:
-    victim = running(1, metadata={"deletionTimestamp": at(20)})
-    preempted = event("Preempted", "Preempted by ml/other on node node-1", of="uid-1")
-    placement = place([running(0), victim], (preempted,), n_nodes=2)
-    assert placement.reason == "qwen-r0-1: is being deleted: preempted by a pod of higher priority"
+# ---- lost nodes and restarts -----------------------------------------------------------------------------------------
 
 
 def test_a_pod_on_a_lost_node_is_deleted_by_force_only_after_its_grace() -> None:
@@ -350,82 +245,6 @@ def test_a_pod_on_a_lost_node_is_deleted_by_force_only_after_its_grace() -> None
     assert words.is_lost(ending, NOW, (), frozenset({"node-1"}))
     assert words.is_lost(ending, NOW, (event("NodeNotReady", "Node is not ready", 300),))
     assert words.is_lost(running(0, metadata={"deletionTimestamp": at(-31)}, status={"reason": "NodeLost"}), NOW)
-    placement = place([ending], lost_nodes=frozenset({"node-1"}))
-    assert (placement.state, placement.is_repaired_by_target) == ("broken", False)
-    assert placement.reason == "node node-1 does not answer"
-
-
-def test_a_replica_on_a_node_that_is_not_ready_stays_placed_with_the_reason() -> None:
-    placement = place([running(0)], lost_nodes=frozenset({"node-1"}))
-    assert (placement.state, placement.reason) == ("placed", "node node-1 does not answer: it is replaced")
-
-
-def test_a_replica_of_another_revision_leaves_or_is_placed_again_when_it_serves_nothing() -> None:
-    serving = place([running(0)], revision="newer")
-    assert (serving.state, serving.ends_at) == ("placed", NOW)
-    assert serving.lead_s is not None and serving.lead_s > 1e8
-    blinked = place([running(0, started=-30, is_ready=False)], revision="newer")
-    assert blinked.state == "placed", "a probe may fail once"
-    for pods in ([running(0, started=-500, is_ready=False)], [pod(containerStatuses=[waiting("ErrImagePull")])], []):
-        placement = place(pods, revision="newer")
-        assert (placement.state, placement.is_repaired_by_target) == ("broken", False)
-
-
-# ---- gateway and controller ------------------------------------------------------------------------------------------
-
-
-def test_a_deployment_is_placed_when_one_of_its_pods_is_ready() -> None:
-    deployment_ = {"metadata": {"name": "qwen-gateway"}, "spec": {"replicas": 2}}
-    pods = [running(0, "node-1"), pod(1, None)]
-    placement = words.placement_of_deployment(deployment_, pods, (), NOW)
-    assert (placement.state, placement.where) == ("placed", "node-1")
-
-
-@pytest.mark.parametrize(
-    ("replicas", "pods", "state", "reason"),
-    [
-        (None, [], "gone", "its Deployment is not in the cluster"),
-        (0, [], "gone", "its Deployment is scaled to 0"),
-        (1, [], "queued", "has no pod yet"),
-        (1, [running(0, is_ready=False)], "queued", "is not ready yet"),
-        (1, [pod(0, phase="Failed", status=EVICTED), pod(1)], "queued", "starts on node-1"),
-    ],
-)
-def test_a_deployment_that_serves_nothing_says_why(
-    replicas: int | None, pods: list[Object], state: str, reason: str
-) -> None:
-    deployment_ = None if replicas is None else {"metadata": {"name": "g"}, "spec": {"replicas": replicas}}
-    placement = words.placement_of_deployment(deployment_, pods, (), NOW)
-    assert (placement.state, placement.reason) == (state, reason)
-
-
-def test_a_deployment_whose_pods_are_refused_says_why() -> None:
-    message = 'pods "qwen-gateway-1" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot'
-    failure = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": message}
-    deployment_ = {"metadata": {"name": "g"}, "spec": {"replicas": 1}, "status": {"conditions": [failure]}}
-    assert words.placement_of_deployment(deployment_, [], (), NOW).reason == message
-
-
-@pytest.mark.parametrize(
-    ("status", "events", "is_final"),
-    [
-        (waiting("ErrImagePull", NOT_FOUND, image="a/b:c"), (), True),
-        (
-            waiting("ImagePullBackOff", 'Back-off pulling image "a/b:c"', image="a/b:c"),
-            (event("Failed", f'Failed to pull image "a/b:c": {NOT_FOUND}'),),
-            True,
-        ),
-        (waiting("ErrImagePull", "toomanyrequests: rate limit", image="a/denied:404"), (), False),
-        (waiting("CreateContainerConfigError", 'secret "hub" not found'), (), True),
-        (waiting("CreateContainerConfigError", "failed to sync secret cache: timed out waiting"), (), False),
-        (waiting("ContainerCreating"), (), False),
-        (waiting("CrashLoopBackOff", restartCount=1, lastState={"terminated": {"exitCode": 1}}), (), False),
-        (waiting("CrashLoopBackOff", restartCount=2, lastState={"terminated": {"exitCode": 1}}), (), True),
-    ],
-)  # fmt: skip
-def test_a_pod_that_can_never_start_is_final(status: Object, events: tuple[Object, ...], is_final: bool) -> None:
-    placement = place([pod(containerStatuses=[status])], events)
-    assert (placement.state in ("queued", "broken"), placement.is_final) == (True, is_final)
 
 
 def test_what_the_cluster_brought_back_is_a_restart_with_its_reason() -> None:
