@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kubernetes_goldens import kept, sections
 from kubernetes_stub import Answer, Hangup, Stub, status
 
 from penstock.run_folder import Run, Unit
 from penstock.targets.kubernetes import api as api_module
 from penstock.targets.kubernetes import pod_logs
-from penstock.targets.kubernetes.api import KINDS, Api, ApiError
+from penstock.targets.kubernetes.api import Api, ApiError
 
 PODS = "/api/v1/namespaces/team/pods"
 MAPS = "/api/v1/namespaces/team/configmaps"
-SETS = "/apis/apps/v1/namespaces/team/statefulsets"
+MAP = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}
 
 
 @pytest.fixture
@@ -35,16 +36,6 @@ def failure(api: Api, kind: str = "Pod", name: str = "x") -> ApiError:
     with pytest.raises(ApiError) as caught:
         api.get(kind, name)
     return caught.value
-
-
-def test_plurals_are_those_of_the_api() -> None:
-    assert KINDS["Endpoints"].plural == "endpoints"
-    assert KINDS["NetworkPolicy"].plural == "networkpolicies"
-    assert KINDS["StorageClass"] == ("storage.k8s.io/v1", "storageclasses", False)
-    assert KINDS["Ingress"].plural == "ingresses"
-    assert KINDS["Gateway"].plural == "gateways"
-    assert KINDS["SelfSubjectAccessReview"].plural == "selfsubjectaccessreviews"
-    assert KINDS["StatefulSet"] == ("apps/v1", "statefulsets", True)
 
 
 def test_find_and_delete_know_what_is_not_there(stub: Stub, api: Api) -> None:
@@ -85,11 +76,10 @@ def test_list_of_a_kind_that_the_cluster_lacks_is_empty(stub: Stub, api: Api) ->
 
 def test_apply_sends_a_server_side_apply(stub: Stub, api: Api) -> None:
     stub.on("PATCH", f"{MAPS}/a", {"kind": "ConfigMap"})
-    obj = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}
-    api.apply(obj)
-    api.apply(obj, force=True, dry_run=True)
+    api.apply(MAP)
+    api.apply(MAP, force=True, dry_run=True)
     first, second = stub.requests
-    assert first.headers["content-type"] == "application/apply-patch+yaml" and first.body == obj
+    assert first.headers["content-type"] == "application/apply-patch+yaml" and first.body == MAP
     assert first.query == {"fieldManager": "penstock", "fieldValidation": "Strict"}
     assert second.query["force"] == "true" and second.query["dryRun"] == "All"
 
@@ -136,7 +126,7 @@ def test_a_kept_connection_that_was_closed_is_opened_again(stub: Stub, api: Api)
     stub.on("POST", MAPS, {})
     api.get("Pod", "a")
     stub.close_connections()
-    api.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}})
+    api.create(MAP)
     stub.close_connections()
     api.get("Pod", "a")
     assert len({request.peer for request in stub.requests}) == 3
@@ -148,7 +138,7 @@ def test_a_request_is_sent_twice_only_when_that_is_safe(stub: Stub, api: Api) ->
     api.get("Pod", "a")
     api.get("Pod", "a")
     with pytest.raises(ApiError, match="closed the connection"):
-        api.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}})
+        api.create(MAP)
     assert [request.method for request in stub.requests].count("POST") == 1
 
 
@@ -177,91 +167,50 @@ def test_a_server_that_is_away_is_unreachable(tmp_path: Path) -> None:
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def test_an_error_of_kubectl_is_the_cause(stub: Stub, api: Api) -> None:
-    stub.on("GET", f"{PODS}/x", Answer(500, "dial tcp 10.0.0.1:443: connect: no route to host\n"))
-    error = failure(api)
-    assert error.message == 'could not reach the API server of context "test": no route to host'
-    assert error.detail == "dial tcp 10.0.0.1:443: connect: no route to host" and error.is_retryable
+LOGIN = "getting credentials: exec: executable"
+QUOTA = 'pods "x" is forbidden: exceeded quota: gpus, requested: 8, used: 8, limited: 8'
+WEBHOOK = 'Internal error occurred: failed calling webhook "x": connection refused'
+CONFLICTS = [
+    {"reason": "FieldManagerConflict", "message": f'conflict with "{who}" using apps/v1', "field": field}
+    for who, field in (("helm", ".spec.replicas"), ("kubectl-edit", ".spec.template"))
+]
+INVALID = [{"reason": "FieldValueInvalid", "message": 'Invalid value: "2x"', "field": "spec.memory"}]
+NO_RIGHT = (
+    'statefulsets.apps "x" is forbidden: User "jane" cannot get resource "statefulsets" in API group "apps" in the '
+    'namespace "team"'
+)
+OF_SET = {"name": "a", "kind": "statefulsets"}
+# golden/kubernetes/refusals.txt has what is said of each.
+REFUSALS = {
+    "an error of kubectl": Answer(500, "dial tcp 10.0.0.1:443: connect: no route to host\n"),
+    "no login program": Answer(500, f"{LOGIN} kubelogin not found\n\nIt looks like you are trying to use"),
+    "expired credentials": status(401, "Unauthorized", "Unauthorized"),
+    "expired credentials, as their program says": Answer(
+        500, f"{LOGIN} gke-gcloud-auth-plugin failed with exit code 1\n"
+    ),
+    "no right": status(403, "Forbidden", NO_RIGHT),
+    "a quota is no missing right": status(403, "Forbidden", QUOTA),
+    "no namespace": status(404, "NotFound", 'namespaces "team" not found', name="team", kind="namespaces"),
+    "a conflict": status(409, "Conflict", "Apply failed with 2 conflicts", causes=CONFLICTS, **OF_SET),
+    "an invalid object": status(422, "Invalid", "Pod a is invalid", name="a", kind="Pod", causes=INVALID),
+    "a webhook": status(500, "InternalError", WEBHOOK, causes=[{"message": WEBHOOK}]),
+    "too many requests": status(429, "TooManyRequests", "the server has received too many requests"),
+}
 
 
-def test_expired_credentials_say_so(stub: Stub, api: Api) -> None:
-    text = "getting credentials: exec: executable gke-gcloud-auth-plugin failed with exit code 1\n"
-    stub.on("GET", f"{PODS}/x", Answer(500, text), status(401, "Unauthorized", "Unauthorized"))
-    api._way.said = "Please run: gcloud auth login"  # type: ignore[attr-defined]
-    error = failure(api)
-    assert error.message == 'the credentials of context "test" are not accepted (expired?)'
-    assert "failed with exit code 1\nPlease run: gcloud auth login" in str(error.detail)
-    assert error.status == 401 and not error.is_retryable and "Log in" in str(error.hint)
-    assert failure(api).message == error.message
+def test_refusals_are_told_in_words(stub: Stub, api: Api) -> None:
+    def told(name: str, answer: Answer) -> list[str]:
+        api._way.said = "Please run: gcloud auth login" if "credentials" in name else None  # type: ignore[attr-defined]
+        stub.on("PATCH", f"{MAPS}/a", answer)
+        with pytest.raises(ApiError) as caught:
+            api.apply(MAP)
+        error = caught.value
+        detail = " / ".join((error.detail or "").splitlines())
+        facts = {"detail": detail, "hint": error.hint, "may be tried again": error.is_retryable or None}
+        return [f"{error.status} {error.message}", *(f"{name}: {fact}" for name, fact in facts.items() if fact)]
 
-
-def test_an_absent_login_program_is_named(stub: Stub, api: Api) -> None:
-    text = "getting credentials: exec: executable kubelogin not found\n\nIt looks like you are trying to use"
-    stub.on("GET", f"{PODS}/x", Answer(500, text))
-    assert failure(api).message == 'kubectl needs kubelogin for context "test", and it is not installed here'
-
-
-def test_a_missing_right_is_named(stub: Stub, api: Api) -> None:
-    text = (
-        'statefulsets.apps "x" is forbidden: User "jane" cannot get resource "statefulsets" in API group "apps" '
-        'in the namespace "team"'
-    )
-    stub.on("GET", f"{SETS}/x", status(403, "Forbidden", text))
-    error = failure(api, "StatefulSet")
-    assert error.message == 'context "test" has no right to get statefulsets.apps in namespace "team"'
-    assert "kubectl auth can-i get statefulsets.apps -n team" in str(error.hint) and error.detail == text
-
-
-def test_a_quota_is_no_missing_right(stub: Stub, api: Api) -> None:
-    text = 'pods "x" is forbidden: exceeded quota: gpus, requested: 8, used: 8, limited: 8'
-    stub.on("GET", f"{PODS}/x", status(403, "Forbidden", text))
-    assert failure(api).message == (
-        "the cluster does not allow it: exceeded quota: gpus, requested: 8, used: 8, limited: 8"
-    )
-
-
-def test_an_absent_namespace_is_not_an_absent_object(stub: Stub, api: Api) -> None:
-    answer = status(404, "NotFound", 'namespaces "team" not found', name="team", kind="namespaces")
-    stub.on("PATCH", f"{MAPS}/a", answer)
-    with pytest.raises(ApiError, match='namespace "team" does not exist in context "test"') as caught:
-        api.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}})
-    assert caught.value.hint == "kubectl create namespace team"
-
-
-def test_a_conflict_names_fields_and_managers(stub: Stub, api: Api) -> None:
-    causes = [
-        {"reason": "FieldManagerConflict", "message": f'conflict with "{who}" using apps/v1', "field": field}
-        for who, field in (("helm", ".spec.replicas"), ("kubectl-edit", ".spec.template"))
-    ]
-    text = "Apply failed with 2 conflicts"
-    answer = status(409, "Conflict", text, name="a", kind="statefulsets", causes=causes)
-    stub.on("PATCH", f"{SETS}/a", answer)
-    with pytest.raises(ApiError) as caught:
-        api.apply({"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": "a"}})
-    assert caught.value.message == (
-        'cannot apply statefulsets "a": field .spec.replicas is managed by helm (and 1 more)'
-    )
-    assert "field .spec.template is managed by kubectl-edit" in str(caught.value.detail)
-
-
-def test_an_invalid_object_shows_its_causes(stub: Stub, api: Api) -> None:
-    causes = [{"reason": "FieldValueInvalid", "message": 'Invalid value: "2x"', "field": "spec.memory"}]
-    stub.on("PATCH", f"{PODS}/a", status(422, "Invalid", "Pod a is invalid", name="a", kind="Pod", causes=causes))
-    with pytest.raises(ApiError) as caught:
-        api.patch("Pod", "a", {})
-    assert caught.value.message == 'the API refuses Pod "a": spec.memory: Invalid value: "2x"'
-
-
-def test_a_webhook_that_fails_says_so(stub: Stub, api: Api) -> None:
-    text = 'Internal error occurred: failed calling webhook "x": connection refused'
-    stub.on("GET", f"{PODS}/x", status(500, "InternalError", text, causes=[{"message": text}]))
-    error = failure(api)
-    assert error.message == f'the API of context "test" answered 500: {text}' and error.is_retryable
-
-
-def test_too_many_requests_may_be_tried_again(stub: Stub, api: Api) -> None:
-    stub.on("GET", f"{PODS}/x", status(429, "TooManyRequests", "the server has received too many requests"))
-    assert failure(api).is_retryable
+    text = sections({name: told(name, answer) for name, answer in REFUSALS.items()})
+    assert text == kept("refusals.txt", text)
 
 
 # ---- logs ------------------------------------------------------------------------------------------------------------
