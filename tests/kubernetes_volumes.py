@@ -49,10 +49,6 @@ async def prepare_volumes(api: Api, pod: Object, folder: Path, claims: Path) -> 
 
 
 async def _prepare(api: Api, pod: Object, volume: Object, own: Path, claims: Path) -> Path:
-    if path := (volume.get("hostPath") or {}).get("path"):
-        if "Create" in volume["hostPath"].get("type", ""):
-            Path(path).mkdir(parents=True, exist_ok=True)
-        return Path(path)
     own.mkdir(parents=True, exist_ok=True)
     if claim := (volume.get("persistentVolumeClaim") or {}).get("claimName"):
         return await _claim(api, pod, claim, claims)
@@ -62,10 +58,9 @@ async def _prepare(api: Api, pod: Object, volume: Object, own: Path, claims: Pat
         name = source.get("name") or source.get("secretName")
         data = await _data(api, pod, kind, name, volume["name"], source.get("optional", False))
         _write(own, _chosen(data, source), source.get("defaultMode", 0o644))
-    elif "projected" in volume or "downwardAPI" in volume:
+    elif "projected" in volume:
         files: dict[str, bytes] = {}
-        sources = volume["projected"]["sources"] if "projected" in volume else [{"downwardAPI": volume["downwardAPI"]}]
-        for source in sources:
+        for source in volume["projected"]["sources"]:
             files |= await _projected(api, pod, source, volume["name"])
         _write(own, files, 0o644)
     return own
@@ -142,65 +137,37 @@ def _write(folder: Path, files: dict[str, bytes], mode: int) -> None:
 
 
 def mounts_of(container: Object, volumes: dict[str, Path]) -> list[Mount]:
-    found = []
-    for mount in container.get("volumeMounts", []):
-        source = volumes[mount["name"]] / mount.get("subPath", "")
-        if mount.get("subPath") and not source.exists():
-            source.mkdir(parents=True)
-        found.append(Mount(source, mount["mountPath"].rstrip("/"), mount.get("readOnly", False)))
-    return found
+    rows = container.get("volumeMounts", [])
+    return [Mount(volumes[row["name"]], row["mountPath"].rstrip("/"), row.get("readOnly", False)) for row in rows]
 
 
 async def environment_of(api: Api, pod: Object, container: Object, cluster: dict[str, str]) -> dict[str, str]:
-    """The variables of a container. NotYet where one names an object that is not there."""
-    env = {
-        "PATH": f"{IMAGE}/bin:{PATH}",
-        "HOME": HOME,
-        "LANG": "C.UTF-8",
-        "HOSTNAME": pod["metadata"]["name"],
-        **cluster,
-    }
-    for source in container.get("envFrom", []):
-        kind = "configMap" if "configMapRef" in source else "secret"
-        data = await _variables(api, pod, kind, source[f"{kind}Ref"])
-        env |= {source.get("prefix", "") + key: value for key, value in data.items()}
+    """The variables of a container. NotYet where one names a Secret that is not there."""
+    own = {"PATH": f"{IMAGE}/bin:{PATH}", "HOME": HOME, "LANG": "C.UTF-8", "HOSTNAME": pod["metadata"]["name"]}
+    env = own | cluster
     for variable in container.get("env", []):
-        value = await _value(api, pod, container, variable)
+        source = variable.get("valueFrom")
+        value = str(variable.get("value", "")) if source is None else await _secret(api, pod, source["secretKeyRef"])
         if value is not None:
             env[variable["name"]] = expand(value, env)
     return env
 
 
-async def _variables(api: Api, pod: Object, kind: str, reference: Object) -> dict[str, str]:
+async def _secret(api: Api, pod: Object, reference: Object) -> str | None:
+    name, key, is_optional = reference["name"], reference["key"], reference.get("optional", False)
     try:
-        data = await _data(api, pod, kind, reference["name"], "", reference.get("optional", False))
+        data = await _data(api, pod, "secret", name, "", is_optional)
     except NotYet as error:
-        raise NotYet("Failed", f'{kind.lower()} "{reference["name"]}" not found') from error
-    return {key: value.decode() for key, value in data.items()}
-
-
-async def _value(api: Api, pod: Object, container: Object, variable: Object) -> str | None:
-    source: dict[str, Any] | None = variable.get("valueFrom")
-    if source is None:
-        return str(variable.get("value", ""))
-    if "fieldRef" in source:
-        return field_of(pod, source["fieldRef"]["fieldPath"])
-    if "resourceFieldRef" in source:
-        kind, _, name = source["resourceFieldRef"]["resource"].partition(".")
-        return str(container.get("resources", {}).get(kind, {}).get(name, "0"))
-    kind = "configMap" if "configMapKeyRef" in source else "secret"
-    reference = source[f"{kind}KeyRef"]
-    data = await _variables(api, pod, kind, reference)
-    if reference["key"] in data or reference.get("optional"):
-        return data.get(reference["key"])
-    space = pod["metadata"]["namespace"]
-    raise NotYet("Failed", f"couldn't find key {reference['key']} in {kind} {space}/{reference['name']}")
+        raise NotYet("Failed", f'secret "{name}" not found') from error
+    if key in data:
+        return data[key].decode()
+    if is_optional:
+        return None
+    raise NotYet("Failed", f"couldn't find key {key} in secret {pod['metadata']['namespace']}/{name}")
 
 
 def field_of(pod: Object, path: str) -> str:
     """The value of a field path of the downward API."""
-    if match := re.fullmatch(r"metadata\.(labels|annotations)\['(.+)'\]", path):
-        return str(pod["metadata"].get(match[1], {}).get(match[2], ""))
     found: Any = pod
     for part in path.split("."):
         found = found.get(part, "") if isinstance(found, dict) else ""

@@ -1,4 +1,7 @@
-"""Where the pods of target kubernetes find the model, by `cache.weights`."""
+"""Where the pods of target kubernetes find the model, by `cache.weights`.
+
+Their volumes and containers are in golden/kubernetes (test_kubernetes_render.py).
+"""
 
 from __future__ import annotations
 
@@ -32,17 +35,6 @@ def plan(path: str = f"/home/ann/hub/{IN_CACHE}", form: str = "safetensors", **c
     return demo_plan("vllm", device="cuda", model=model, engine_version="0.33.0", **changes)
 
 
-def template(wanted: Deployment) -> Object:
-    whole = weights.in_pods(plan(), wanted)
-    launch = Launch("llama", whole, (), "/tmp/token")
-    (only,) = replicas.replica(launch, wanted, weights.storage(wanted, whole))
-    return only["spec"]["template"]  # type: ignore[no-any-return]
-
-
-def of(things: list[Object], name: str) -> Object:
-    return next(thing for thing in things if thing["name"] == name)
-
-
 # ---- cache.weights ---------------------------------------------------------------------------------------------------
 
 
@@ -65,17 +57,9 @@ def test_the_forms_of_cache_weights(text: str | None, source: Source) -> None:
     assert weights.problems(file(text)) == []
 
 
-@pytest.mark.parametrize(
-    "text", ["models", "pvc:", "pvc:Models", "pvc:a/../b", "gs:bucket", "s3://bucket", "image:", "az://b/c"]
-)
-def test_other_texts_are_refused_with_the_legal_ones(text: str) -> None:
-    (problem,) = weights.problems(file(text))
-    assert problem.path == "cache.weights" and "pvc:CLAIM[/PATH]" in str(problem.hint)
-    with pytest.raises(UserError):
-        weights.storage(file(text), plan())
-
-
 def test_only_folders_are_for_other_targets() -> None:
+    with pytest.raises(UserError):
+        weights.storage(file("models"), plan())
     assert [Cache(text).folder for text in (None, "/a", "pods", "pod", "pvc:a")] == [None, "/a", "pods", None, None]
     wanted = deployment(MODEL, target="slurm", cache={"weights": "gs://bucket"})
     (problem,) = preflight.unsupported(wanted, load("slurm"))
@@ -87,31 +71,13 @@ def test_claims_and_names_are_at_most_63_characters() -> None:
     assert len(names) == 3 and {len(name) for name in names} == {63}
 
 
-def test_problems_of_storage_are_found_together() -> None:
-    block = {"storage_access": "ReadWriteOnce", "storage_size": "2x"}
-    problems = weights.problems(file(kubernetes=block, replicas={"min": 2, "max": 2}))
-    assert [problem.path for problem in problems] == ["kubernetes.storage_access", "kubernetes.storage_size"]
-    assert "2 pods mount the weights" in problems[0].message
-    assert weights.problems(file(kubernetes={"storage_access": "ReadWriteOnce", "storage_size": "200Gi"})) == []
-    (problem,) = weights.problems(file(model="/data/llama"))
-    assert (problem.path, problem.message) == ("model", 'no pod has the folder "/data/llama"')
-    (problem,) = weights.problems(file("s3://bucket/llama", engine={"kind": "llamacpp"}))
-    assert problem.path == "cache.weights"
-
-
 # ---- the path --------------------------------------------------------------------------------------------------------
 
 
 def test_the_plan_has_the_models_path_in_the_pods() -> None:
-    for where, path in (
-        (None, f"/models/{IN_CACHE}"),
-        ("pod", f"/models/{IN_CACHE}"),
-        ("pvc:models/llama", "/models"),
-        ("gs://bucket/llama", "/models"),
-        ("image:llama", "/models"),
-        ("/mnt/llama", "/models"),
-        ("s3://bucket/llama", "s3://bucket/llama"),
-    ):
+    volumes = dict.fromkeys(("pvc:models/llama", "gs://bucket/llama", "image:llama", "/mnt/llama"), "/models")
+    fetched = dict.fromkeys((None, "pod"), f"/models/{IN_CACHE}")
+    for where, path in {**volumes, **fetched, "s3://bucket/llama": "s3://bucket/llama"}.items():
         once = weights.in_pods(plan(), file(where))
         assert once.model.path == path
         assert weights.in_pods(once, file(where)) == once
@@ -130,9 +96,8 @@ def test_the_engine_streams_from_a_bucket_unless_the_file_says_how() -> None:
     assert weights.storage(file("s3://bucket/llama"), plan()) == replicas.NO_STORAGE
 
 
-def test_the_bundled_model_needs_no_volume_and_is_not_in_the_cluster() -> None:
+def test_the_bundled_model_needs_no_volume() -> None:
     wanted = deployment("penstock-demo", target="kubernetes")
-    assert [problem.path for problem in weights.problems(wanted)] == ["model"]
     whole = demo_plan("vllm", model=DEMO)
     assert weights.in_pods(whole, wanted) is whole
     assert weights.storage(wanted, whole) == replicas.NO_STORAGE and weights.objects_of(wanted, whole) == []
@@ -154,35 +119,6 @@ def test_what_may_surprise_is_a_warning() -> None:
 # ---- objects ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_claim_for_all_deployments_of_a_model_is_filled_by_a_job() -> None:
-    block = {"storage_class": "filestore", "hub_token_secret": "hub"}
-    env = {"HF_ENDPOINT": "https://hub.example", "VLLM_LOGGING_LEVEL": "DEBUG", "https_proxy": "http://proxy:3128"}
-    claim, job = weights.objects_of(file(kubernetes=block, engine={"env": env}), plan())
-    assert claim["metadata"]["name"] == "weights-meta-llama-llama-3-1-70b-instruct"
-    assert claim["metadata"]["labels"] == {
-        "app.kubernetes.io/name": "penstock",
-        "app.kubernetes.io/managed-by": "penstock",
-        "app.kubernetes.io/component": "weights",
-    }, "and not of one deployment"
-    assert claim["spec"] == {
-        "accessModes": ["ReadWriteMany"],
-        "resources": {"requests": {"storage": "157Gi"}},  # 131.4 GiB * 1.15 + 5
-        "storageClassName": "filestore",
-    }
-    spec = job["spec"]
-    assert (spec["backoffLimit"], spec["activeDeadlineSeconds"]) == (2, 1800 + 141_107_412_992 // 25_000_000)
-    pod = spec["template"]["spec"]
-    assert pod["restartPolicy"] == "Never" and pod["securityContext"]["runAsNonRoot"]
-    assert [volume["name"] for volume in pod["volumes"]] == ["home", "tmp", "code", "weights"], "and no secret"
-    (container,) = pod["containers"]
-    path = f"/models/{IN_CACHE}"
-    assert container["command"] == ["python3", "-m", "penstock.models.fetch", MODEL, path, "safetensors"]
-    assert of(container["volumeMounts"], "weights") == {"name": "weights", "mountPath": "/models"}
-    assert of(container["env"], "HF_ENDPOINT")["value"] == "https://hub.example"
-    assert of(container["env"], "https_proxy") and of(container["env"], "HF_TOKEN")["valueFrom"]["secretKeyRef"]
-    assert "VLLM_LOGGING_LEVEL" not in {row["name"] for row in container["env"]}
-
-
 def test_another_job_has_another_name_and_the_same_one_the_same() -> None:
     names = [
         weights.objects_of(file(), whole)[1]["metadata"]["name"]
@@ -191,76 +127,20 @@ def test_another_job_has_another_name_and_the_same_one_the_same() -> None:
     assert names[0] == names[1] != names[2] and all(name.startswith("llama-weights-") for name in names)
 
 
-def test_replicas_wait_for_the_job_and_mount_the_claim_read_only() -> None:
-    pod = template(file())["spec"]
-    assert [container["name"] for container in pod["initContainers"]] == ["prepare", "weights"]
-    waits = of(pod["initContainers"], "weights")
-    assert waits["command"][-1] == "--wait" and of(waits["volumeMounts"], "weights")["readOnly"]
-    (node,) = pod["containers"]
-    assert of(node["volumeMounts"], "weights") == {"name": "weights", "mountPath": "/models", "readOnly": True}
-    assert of(node["env"], "HF_HUB_OFFLINE")["value"] == "1"
+def test_a_staged_model_is_copied_where_pods_mount_it() -> None:
+    def stage_of(where: str | None) -> str:
+        cache = {"weights": where, "stage": "auto"}
+        wanted = deployment(MODEL, name="llama", target="kubernetes", cache=cache)
+        return manifests.in_pods(Launch("llama", plan(), (), ""), wanted).cache.stage
 
-
-def test_a_claim_for_one_node_and_a_pods_own_disk_are_filled_where_they_are_used() -> None:
-    once = file(kubernetes={"storage_access": "ReadWriteOnce", "storage_size": "300Gi", "hub_token_secret": "hub"})
-    (claim,) = weights.objects_of(once, plan())
-    assert claim["spec"]["resources"]["requests"]["storage"] == "300Gi"
-    assert weights.objects_of(file("pod"), plan()) == []
-    pod = template(once)["spec"]
-    fetches = of(pod["initContainers"], "weights")
-    assert fetches["command"][-1] == "safetensors" and of(fetches["env"], "HF_TOKEN")
-    assert of(fetches["volumeMounts"], "weights") == {"name": "weights", "mountPath": "/models"}
-    assert of(pod["containers"][0]["volumeMounts"], "weights")["readOnly"]
-
-
-def test_a_pods_own_disk_is_filled_by_its_node_which_asks_the_others_first() -> None:
-    pod = template(file("pod", kubernetes={"hub_token_secret": "hub"}))["spec"]
-    assert [container["name"] for container in pod["initContainers"]] == ["prepare"]
-    (node,) = pod["containers"]
-    assert of(node["volumeMounts"], "weights") == {"name": "weights", "mountPath": "/models"}
-    assert of(node["env"], "HF_HUB_CACHE")["value"] == "/models" and of(node["env"], "HF_TOKEN")
-    assert "HF_HUB_OFFLINE" not in {row["name"] for row in node["env"]}
-    assert node["resources"]["requests"]["ephemeral-storage"] == "167Gi", "the weights, and 10 GiB for the rest"
-
-
-def test_a_staged_claim_is_copied_to_the_pods_own_disk() -> None:
-    def staged(where: str | None, stage: str = "auto") -> Deployment:
-        return deployment(MODEL, name="llama", target="kubernetes", cache={"weights": where, "stage": stage})
-
-    for where in (None, "pvc:models/llama", "gs://bucket/llama"):
-        pod = template(staged(where))["spec"]
-        (node,) = pod["containers"]
-        assert of(pod["volumes"], "stage")["emptyDir"]["sizeLimit"] == "157Gi"
-        assert of(node["volumeMounts"], "stage") == {"name": "stage", "mountPath": "/stage"}
-        assert node["resources"]["requests"]["ephemeral-storage"] == "167Gi"
-        assert manifests.in_pods(Launch("llama", plan(), (), ""), staged(where)).cache.stage == "/stage"
-    for where in ("pod", "s3://bucket/llama", "/mnt/llama", "image:llama"):
-        assert "stage" not in {volume["name"] for volume in template(staged(where))["spec"]["volumes"]}
-        assert manifests.in_pods(Launch("llama", plan(), (), ""), staged(where)).cache.stage == "none"
-    (problem,) = weights.problems(staged(None, "/fast"))
-    assert (problem.path, problem.message) == ("cache.stage", 'no pod has the folder "/fast"')
+    assert {stage_of(where) for where in (None, "pvc:models/llama", "gs://bucket/llama")} == {"/stage"}
+    assert {stage_of(where) for where in ("pod", "s3://bucket/llama", "/mnt/llama", "image:llama")} == {"none"}
 
 
 def test_volumes_that_hold_the_model_already() -> None:
-    def volume_of(where: str) -> tuple[Object, Object]:
-        pod = template(file(where))["spec"]
-        assert [container["name"] for container in pod["initContainers"]] == ["prepare"]
-        return of(pod["volumes"], "weights"), of(pod["containers"][0]["volumeMounts"], "weights")
-
-    volume, mount = volume_of("pvc:models/llama")
-    assert volume["persistentVolumeClaim"] == {"claimName": "models", "readOnly": True}
-    assert mount == {"name": "weights", "mountPath": "/models", "readOnly": True, "subPath": "llama"}
-    assert volume_of("image:llama:1")[0]["image"] == {"reference": "llama:1", "pullPolicy": "IfNotPresent"}
-    assert volume_of("/mnt/llama")[0]["hostPath"] == {"path": "/mnt/llama", "type": "Directory"}
-    csi = volume_of("gs://bucket/llama/70b")[0]["csi"]
-    assert (csi["driver"], csi["readOnly"]) == ("gcsfuse.csi.storage.gke.io", True)
-    assert csi["volumeAttributes"]["bucketName"] == "bucket"
-    options = csi["volumeAttributes"]["mountOptions"].split(",")
-    assert {"implicit-dirs", "uid=1000", "only-dir:llama/70b", "file-cache:enable-parallel-downloads:true"} <= {
-        *options
-    }
-    annotations = template(file("gs://bucket"))["metadata"]["annotations"]
-    assert annotations["gke-gcsfuse/volumes"] == "true"
+    (image,), (folder,) = (weights.storage(file(where), plan()).volumes for where in ("image:llama:1", "/mnt/llama"))
+    assert image["image"] == {"reference": "llama:1", "pullPolicy": "IfNotPresent"}
+    assert folder["hostPath"] == {"path": "/mnt/llama", "type": "Directory"}
 
 
 # ---- in the cluster --------------------------------------------------------------------------------------------------
