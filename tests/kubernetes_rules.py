@@ -25,12 +25,11 @@ _MOST_BYTES = 2**20
 _GPU = "nvidia.com/gpu"
 # Volume types that restricted Pod Security allows.
 _ALLOWED = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
-_ALLOWED |= {"image"}
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
-def rule_problems(documents: Sequence[Object], is_whole: bool, host_paths: bool) -> Iterator[str]:
-    """What our rules refuse; the arguments are those of `problems_of`."""
+def rule_problems(documents: Sequence[Object]) -> Iterator[str]:
+    """What our rules refuse in all objects of a deployment."""
     names = [(document["kind"], document["metadata"]["name"]) for document in documents]
     yield from (
         f"{kind}/{name}: is there twice" for kind, name in sorted({pair for pair in names if names.count(pair) > 1})
@@ -41,12 +40,11 @@ def rule_problems(documents: Sequence[Object], is_whole: bool, host_paths: bool)
         problems = [*_name_problems(document), *_label_problems(document), *_content_problems(document)]
         for template in templates_of(document):
             problems += _selector_problems(document, template)
-            problems += _pod_problems(template, host_paths)
+            problems += _pod_problems(template)
             if ranks is not None and template["metadata"]["labels"].get("app.kubernetes.io/component") == "replica":
                 problems += _replica_problems(template["spec"], *ranks)
         yield from (f"{name}: {problem}" for problem in problems)
-    if is_whole:
-        yield from _reference_problems(documents)
+    yield from _reference_problems(documents)
 
 
 def templates_of(document: Object) -> list[Object]:
@@ -142,7 +140,7 @@ def _selector_problems(document: Object, template: Object) -> Iterator[str]:
         yield "it has no selector"
 
 
-def _pod_problems(template: Object, host_paths: bool) -> Iterator[str]:
+def _pod_problems(template: Object) -> Iterator[str]:
     spec = template["spec"]
     containers = [*spec.get("initContainers", []), *spec["containers"]]
     volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
@@ -152,7 +150,7 @@ def _pod_problems(template: Object, host_paths: bool) -> Iterator[str]:
         yield "two containers have one name"
     for volume in volumes.values():
         kinds = {key for key in volume if key != "name"}
-        if not kinds <= (_ALLOWED | ({"hostPath"} if host_paths else set())):
+        if not kinds <= _ALLOWED:
             yield f"volume {volume['name']} is of {kinds}, which restricted Pod Security refuses"
     mounted = {mount["name"] for container in containers for mount in container.get("volumeMounts", [])}
     if mounted != {*volumes}:

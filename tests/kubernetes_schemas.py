@@ -1,6 +1,6 @@
 """The judge of rendered documents: schemas of the oldest and the newest Kubernetes, of custom resources, and our rules.
 
-`problems_of(documents)` takes any list of objects. Built-in kinds are judged strictly by the schemas of the package
+Built-in kinds are judged strictly by the schemas of the package
 kubernetes-validate, custom ones by their definitions in golden/crds.json.xz (crds.txt names their projects) with the
 CEL rules, as an API server would.
 """
@@ -32,11 +32,10 @@ _PACKED = Path(__file__).parent / "golden" / "crds.json.xz"
 Object = dict[str, Any]
 
 
-def problems_of(documents: Sequence[Object], *, is_whole: bool = False, host_paths: bool = False) -> list[str]:
-    """What an API server or we would refuse in these objects. `is_whole`: they are all of a deployment, so what they
-    name (ConfigMaps, claims, the pods of a Service) is among them. `host_paths`: the file asked for one."""
+def problems_of(documents: Sequence[Object]) -> list[str]:
+    """What an API server or we would refuse in these objects, which are all of a deployment."""
     found = [f"{_name(document)}: {problem}" for document in documents for problem in _schema_problems(document)]
-    return found + list(rule_problems(documents, is_whole, host_paths))
+    return found + list(rule_problems(documents))
 
 
 def _name(document: Object) -> str:
