@@ -37,7 +37,7 @@ WRONG: list[tuple[str, str, Any, str]] = [  # kind, place, value, words of the p
     ("StatefulSet", "metadata name", "llama-r{replica}", "a placeholder is left"),
     ("StatefulSet", f"{NODE} livenessProbe", {"exec": {"command": ["a"]}}, "liveness probe"),
     ("Service", "spec selector a", "b", "it selects no pods"),
-    ("ConfigMap", "metadata name", "other", "there is no ConfigMap/llama-run"),
+    ("StatefulSet", f"{SET} volumes 2 configMap name", "other", "there is no ConfigMap/other"),
 ]
 
 
@@ -53,7 +53,8 @@ def spoiled(documents: list[Object], kind: str, place: str, value: Any) -> list[
 
 
 def test_the_judge_finds_what_is_wrong(tmp_path: Path) -> None:
-    documents = manifests.from_yaml(rendered(tmp_path, "gpus-of-a-node"))
+    kinds = {row[0] for row in WRONG}
+    documents = [row for row in manifests.from_yaml(rendered(tmp_path, "gpus-of-a-node")) if row["kind"] in kinds]
     for kind, place, value, words in WRONG:
         problems = schemas.problems_of(spoiled(documents, kind, place, value))
         assert [line for line in problems if words in line], (words, problems)
