@@ -19,6 +19,7 @@ _SECRET_NAME = re.compile(r"(^|[_-])(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDE
 _SECRET_VALUE = re.compile(
     r"hf_[A-Za-z0-9]{20}|sk-[A-Za-z0-9]{20}|postgres(ql)?://[^:@/\s\"]+:[^@\s\"]+@|PRIVATE KEY-----"
 )
+_SIZE = re.compile(r'"(?:storage|sizeLimit)": "([^"]*)"')
 _SETS = ("Deployment", "StatefulSet", "LeaderWorkerSet", "Job", "DaemonSet")
 _PLACEHOLDER = re.compile(r"\{(replica|run|name|revision)\}")
 _MOST_BYTES = 2**20
@@ -86,13 +87,9 @@ def _name_problems(document: Object) -> Iterator[str]:
 
 def _label_problems(document: Object) -> Iterator[str]:
     rows = [document["metadata"], *(template.get("metadata", {}) for template in templates_of(document))]
-    for row in rows:
-        for key, value in row.get("labels", {}).items():
-            if not _LABEL_KEY.match(key) or not isinstance(value, str) or not _LABEL_VALUE.match(value):
-                yield f"label {key}={value} is not legal"
-        yield from (
-            f"annotation {key} is no text" for key, v in row.get("annotations", {}).items() if not isinstance(v, str)
-        )
+    for key, value in (pair for row in rows for pair in row.get("labels", {}).items()):
+        if not _LABEL_KEY.match(key) or not _LABEL_VALUE.match(value):
+            yield f"label {key}={value} is not legal"
     labels = document["metadata"].get("labels", {})
     is_kept = document["kind"] == "PersistentVolumeClaim" and labels.get("app.kubernetes.io/component") == "weights"
     if labels.get("app.kubernetes.io/managed-by") != "penstock" or is_kept is ("app.kubernetes.io/instance" in labels):
@@ -109,27 +106,13 @@ def _content_problems(document: Object) -> Iterator[str]:
             yield f"it has {n_bytes} bytes, and a ConfigMap at most {_MOST_BYTES}"
     if kind == "Secret" and (document.get("data") or document.get("stringData")):
         yield "it shows a secret's value"
-    without_code = {key: value for key, value in document.items() if key != "binaryData"}
-    match = _SECRET_VALUE.search(json.dumps(without_code))
+    text = json.dumps({key: value for key, value in document.items() if key != "binaryData"})
+    match = _SECRET_VALUE.search(text)
     if match:
         yield f"it shows what looks like a secret: {match[0][:12]}..."
-    sizes = [
-        size for path, size in _leaves(document) if path[-2:] == ("requests", "storage") or path[-1] == "sizeLimit"
-    ]
-    yield from (f"{size} is no quantity" for size in sizes if not quantity(size) > 0)
+    yield from (f"{size} is no quantity" for size in _SIZE.findall(text) if not quantity(size) > 0)
     if kind == "HorizontalPodAutoscaler" and document["spec"].get("minReplicas", 1) > document["spec"]["maxReplicas"]:
         yield "minReplicas is beyond maxReplicas"
-
-
-def _leaves(value: Any, path: tuple[str, ...] = ("", "")) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item, (*path, str(key)))
-    elif isinstance(value, list):
-        for item in value:
-            yield from _leaves(item, path)
-    else:
-        yield path, value
 
 
 def _selector_problems(document: Object, template: Object) -> Iterator[str]:
@@ -140,27 +123,29 @@ def _selector_problems(document: Object, template: Object) -> Iterator[str]:
         yield "it has no selector"
 
 
+def _true(problems: Mapping[str, object]) -> Iterator[str]:
+    """The problems that are there."""
+    yield from (problem for problem, is_there in problems.items() if is_there)
+
+
 def _pod_problems(template: Object) -> Iterator[str]:
     spec = template["spec"]
     containers = [*spec.get("initContainers", []), *spec["containers"]]
     volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
-    if len(volumes) != len(spec.get("volumes", [])):
-        yield "two volumes have one name"
-    if len({container["name"] for container in containers}) != len(containers):
-        yield "two containers have one name"
     for volume in volumes.values():
         kinds = {key for key in volume if key != "name"}
         if not kinds <= _ALLOWED:
             yield f"volume {volume['name']} is of {kinds}, which restricted Pod Security refuses"
     mounted = {mount["name"] for container in containers for mount in container.get("volumeMounts", [])}
-    if mounted != {*volumes}:
-        yield f"volumes and mounts differ: {sorted(mounted ^ {*volumes})}"
-    if any(spec.get(field) for field in ("hostNetwork", "hostPID", "hostIPC", "hostUsers")):
-        yield "it uses the host's namespaces"
-    if spec.get("enableServiceLinks") is not False:
-        yield "variables of Services reach it"
-    if spec.get("automountServiceAccountToken") is not False and not spec.get("serviceAccountName"):
-        yield "it has the token of the default service account"
+    has_token = spec.get("automountServiceAccountToken") is not False
+    yield from _true({
+        "two volumes have one name": len(volumes) != len(spec.get("volumes", [])),
+        "two containers have one name": len({container["name"] for container in containers}) != len(containers),
+        f"volumes and mounts differ: {sorted(mounted ^ {*volumes})}": mounted != {*volumes},
+        "it uses the host's namespaces": {"hostNetwork", "hostPID", "hostIPC", "hostUsers"} & spec.keys(),
+        "variables of Services reach it": spec.get("enableServiceLinks") is not False,
+        "it has the token of the default service account": has_token and not spec.get("serviceAccountName"),
+    })  # fmt: skip
     for container in containers:
         problems = _container_problems(container, spec.get("securityContext", {}))
         yield from (f"container {container['name']}: {problem}" for problem in problems)
@@ -168,38 +153,29 @@ def _pod_problems(template: Object) -> Iterator[str]:
 
 def _container_problems(container: Object, of_pod: Object) -> Iterator[str]:
     context = of_pod | container.get("securityContext", {})
-    if not context.get("runAsNonRoot") or not context.get("runAsUser"):
-        yield "it may run as root"
-    if context.get("seccompProfile", {}).get("type") != "RuntimeDefault":
-        yield "its seccompProfile is not RuntimeDefault"
-    if context.get("allowPrivilegeEscalation") is not False or context.get("privileged"):
-        yield "it may gain privileges"
-    if context.get("capabilities") != {"drop": ["ALL"]}:
-        yield "it keeps capabilities"
-    if context.get("readOnlyRootFilesystem") is not True:
-        yield "its root file system can be written"
-    if "livenessProbe" in container:
-        yield "it has a liveness probe, which ends an engine that loads"
     paths = [mount["mountPath"] for mount in container.get("volumeMounts", [])]
-    if len({*paths}) != len(paths):
-        yield "two mounts have one path"
+    resources = container.get("resources", {})
+    requests, limits = resources.get("requests", {}), resources.get("limits", {})
+    yield from _true({
+        "it may run as root": not context.get("runAsNonRoot") or not context.get("runAsUser"),
+        "its seccompProfile is not RuntimeDefault": context.get("seccompProfile") != {"type": "RuntimeDefault"},
+        "it may gain privileges": context.get("allowPrivilegeEscalation") is not False or context.get("privileged"),
+        "it keeps capabilities": context.get("capabilities") != {"drop": ["ALL"]},
+        "its root file system can be written": context.get("readOnlyRootFilesystem") is not True,
+        "it has a liveness probe, which ends an engine that loads": "livenessProbe" in container,
+        "two mounts have one path": len({*paths}) != len(paths),
+        "it has no request of cpu and memory": not {"cpu", "memory"} <= requests.keys(),
+        "requests and limits of GPUs differ": requests.get(_GPU) != limits.get(_GPU),
+    })  # fmt: skip
     names = [row["name"] for row in container.get("env", [])]
     yield from (f"variable {name} is there twice" for name in {name for name in names if names.count(name) > 1})
     literal = [row["name"] for row in container.get("env", []) if row.get("value") and _SECRET_NAME.search(row["name"])]
     yield from (f"variable {name} shows a secret" for name in literal)
-    resources = container.get("resources", {})
-    requests, limits = resources.get("requests", {}), resources.get("limits", {})
     for kind, size in (*requests.items(), *limits.items()):
         if not quantity(size) > 0:
             yield f"{kind}: {size} is no quantity"
-    yield from (
-        f"it requests more {kind} than its limit"
-        for kind in requests
-        if kind in limits and quantity(requests[kind]) > quantity(limits[kind])
-    )
-    yield from (f"it has no request of {kind}" for kind in ("cpu", "memory") if kind not in requests)
-    if requests.get(_GPU) != limits.get(_GPU):
-        yield "requests and limits of GPUs differ"
+        if quantity(size) > quantity(limits.get(kind, size)):
+            yield f"it requests more {kind} than its limit"
 
 
 def _replica_problems(spec: Object, n_ranks: int, is_cuda: bool) -> Iterator[str]:
@@ -216,10 +192,7 @@ def _replica_problems(spec: Object, n_ranks: int, is_cuda: bool) -> Iterator[str
     if shm.get("medium") != "Memory" or not 2**30 <= size < quantity(limits["memory"]):
         yield "/dev/shm is not in memory, or is too small, or is as large as the memory"
     words = node["command"]
-    if (
-        "--kill-after" in words
-        and float(words[words.index("--kill-after") + 1]) >= spec["terminationGracePeriodSeconds"]
-    ):
+    if float(words[words.index("--kill-after") + 1]) >= spec["terminationGracePeriodSeconds"]:
         yield "the kubelet kills it before it kills its engine"
 
 
@@ -228,12 +201,11 @@ def _reference_problems(documents: Sequence[Object]) -> Iterator[str]:
     templates = [template for document in documents for template in templates_of(document)]
     there = {(document["kind"], document["metadata"]["name"]) for document in documents}
     for template in templates:
-        account = template["spec"].get("serviceAccountName")
-        if (
-            account
-            and template["spec"].get("automountServiceAccountToken")
-            and ("ServiceAccount", account) not in there
-        ):
+        has_token, account = (
+            template["spec"]["automountServiceAccountToken"],
+            template["spec"].get("serviceAccountName"),
+        )
+        if has_token and ("ServiceAccount", account) not in there:
             yield f"there is no ServiceAccount/{account}"
         for volume in template["spec"].get("volumes", []):
             sources = [volume, *volume.get("projected", {}).get("sources", [])]
