@@ -20,8 +20,6 @@ from penstock.targets.kubernetes.api import Api, ApiError
 from penstock.targets.kubernetes.objects import Object, labels
 from penstock.text import GIB
 
-LABEL = "cloud.google.com/gke-accelerator"
-
 
 def named(name: str, **more: Any) -> Object:
     metadata = {"name": name} | more.pop("metadata", {})
@@ -35,11 +33,8 @@ def node(name: str = "a", n_gpus: int = 8, gpu: str | None = "nvidia-l4", **spec
     return named(name, metadata={"labels": labels}, spec=spec, status=status)
 
 
-RWX = named(
-    "shared",
-    provisioner="nfs.csi.k8s.io",
-    metadata={"annotations": {"storageclass.kubernetes.io/is-default-class": "true"}},
-)
+DEFAULT = {"storageclass.kubernetes.io/is-default-class": "true"}
+RWX = named("shared", provisioner="nfs.csi.k8s.io", metadata={"annotations": DEFAULT})
 
 
 class StubApi:
@@ -204,32 +199,6 @@ def test_image_volumes_need_a_cluster_that_has_them(monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_folders_of_nodes_and_the_hosts_namespaces_break_pod_security() -> None:
-    restricted = named("ml", metadata={"labels": {"pod-security.kubernetes.io/enforce": "restricted"}})
-    api = StubApi(Namespace=[restricted])
-    wanted = deployment(cache=Cache(weights="/mnt/models"), block={"patch": {"spec": {"hostNetwork": True}}})
-    assert [problem.partition(":")[0] for problem in found(api, wanted)] == [
-        "cache.weights",
-        "kubernetes.patch.spec.hostNetwork",
-    ]
-
-
-def test_a_quota_counts_what_this_deployment_has_as_left() -> None:
-    gpus = "requests.nvidia.com/gpu"
-    status = {"hard": {gpus: "8", "pods": "3"}, "used": {gpus: "6", "pods": "1"}}
-    api = StubApi(ResourceQuota=[named("gpus", spec={}, status=status)])
-    wanted = deployment(n_gpus=2, replicas=Replicas(2, 2))
-    assert found(api, wanted) == [
-        'kubernetes.namespace: quota "gpus" leaves 2 of 8 requests.nvidia.com/gpu, and 4 are needed '
-        "(fewer replicas, another namespace, or ask for more)",
-        'kubernetes.namespace: quota "gpus" leaves 2 of 3 pods, and 4 are needed '
-        "(fewer replicas, another namespace, or ask for more)",
-    ]
-    own = labels("qwen", "replica")
-    api.objects["Pod"] = [pod_on("a", 2, **own), pod_on("a", 2, **own)]
-    assert found(api, wanted) == []
-
-
 # ---- what the cluster has --------------------------------------------------------------------------------------------
 
 OURS = named("qwen-run", metadata={"labels": labels("qwen")})
@@ -237,6 +206,11 @@ HELM = named("qwen-gateway", metadata={"labels": {"app.kubernetes.io/managed-by"
 CLAIM = named("weights-qwen-qwen3-8b", spec={"accessModes": ["ReadWriteMany"]})
 LIMITS = [{"type": "Container", "max": {"memory": "32Gi"}}, {"type": "PersistentVolumeClaim", "max": {"memory": "1"}}]
 H100 = "nvidia-h100-80gb"
+GPUS = "requests.nvidia.com/gpu"
+QUOTA = named("gpus", spec={}, status={"hard": {GPUS: "8", "pods": "3"}, "used": {GPUS: "6", "pods": "1"}})
+OF_OURS = [pod_on("a", 2, **labels("qwen", "replica"))] * 2
+RESTRICTED = named("ml", metadata={"labels": {"pod-security.kubernetes.io/enforce": "restricted"}})
+OF_HOST = {"cache": Cache(weights="/mnt/models"), "block": {"patch": {"spec": {"hostNetwork": True}}}}
 OTHERS = [scaler("one", "qwen-scale"), scaler("two", "qwen-r0"), scaler("three", "qwen-r12")]
 BY_KEDA = scaler("keda-hpa", "qwen-scale", ownerReferences=[{"kind": "ScaledObject", "name": "qwen-scale"}])
 MINE = scaler("qwen-scale", "qwen-scale", labels=labels("qwen", scaling.COMPONENT))
@@ -262,6 +236,9 @@ LACKS: dict[str, tuple[dict[str, list[Object]], dict[str, Any]]] = {
     "a claim of other access": ({"PersistentVolumeClaim": [CLAIM]}, {"block": {"storage_access": "ReadWriteOnce"}}),
     "autoscalers of the same replicas": ({"HorizontalPodAutoscaler": OTHERS}, {}),
     "our autoscaler, and others": ({"HorizontalPodAutoscaler": [MINE, BY_KEDA, *FAR]}, {}),
+    "a namespace that is restricted": ({"Namespace": [RESTRICTED]}, OF_HOST),
+    "a quota": ({"ResourceQuota": [QUOTA]}, {"replicas": Replicas(2, 2)}),
+    "what we use of a quota is left": ({"ResourceQuota": [QUOTA], "Pod": OF_OURS}, {"replicas": Replicas(2, 2)}),
     "a limit range": ({"LimitRange": [named("small", spec={"limits": LIMITS})]}, {}),
     "too few GPUs": ({"Node": [node("a", 4), node("b", 2)]}, {"n_gpus": 8}),
     "no GPUs": ({"Node": [node("a", 0), node("b", 0)]}, {}),
