@@ -99,6 +99,19 @@ class Cluster(Target):
         self.asked.append("end weights")
 
 
+def finish(left: Left) -> None:
+    """What targets call for `clean --yes`, by the name of this module."""
+    cluster = targets.load(left.target)
+    assert isinstance(cluster, Cluster)
+    cluster.others.clear()
+
+
+def announce(run: Run, *outside: str) -> None:
+    """The gateway serves in its cluster, and outside at these addresses: its own and its page's."""
+    address = GatewayAddress("0", f"{run.name}-gateway.default:8000", (), *outside)
+    write_atomically(run.gateway_address_file, msgspec.json.encode(address))
+
+
 def started(name: str, **fields: Any) -> Run:
     wanted = deployment(name=name, target="kubernetes", gateway={"auth": "keys"}, **fields)
     run = run_folder.create(msgspec.structs.replace(draft(wanted), placed=KINDS), NOW)
@@ -168,8 +181,7 @@ def test_a_chat_goes_through_a_tunnel_with_a_key_made_next_to_the_gateway(
     assert cluster.asked == ["tunnel one", "tunnel one"]
     assert chats[1][0].startswith("http://127.0.0.1:") and chats[1][1] == "sk-1"
     assert [words[3:5] for words in commands] == [["rotate", "owner"], ["create", "owner"]]
-    address = GatewayAddress("0", "one-gateway.default:8000", (), "https://llm.example.org")
-    write_atomically(run.gateway_address_file, msgspec.json.encode(address))
+    announce(run, "https://llm.example.org")
     assert shell("chat", "one")[0] == 0
     assert chats[2][0] == "https://llm.example.org" and len(cluster.asked) == 2, "an exposed one needs no tunnel"
 
@@ -185,8 +197,7 @@ def test_a_chat_page_is_opened_through_a_tunnel_at_the_same_port_each_time(
     assert [(code, "lost the tunnel" in err) for code, _, err in links] == [(1, True)] * 2
     assert re.fullmatch(r"http://127.0.0.1:2\d{4}/login#key=sk-1\n", links[0][1]) and links[0][1] == links[1][1]
     assert cluster.asked == ["tunnel one to its page"] * 2
-    address = GatewayAddress("0", "one-gateway:8000", (), "https://llm.example", "https://llm.example/ui/")
-    write_atomically(run.gateway_address_file, msgspec.json.encode(address))
+    announce(run, "https://llm.example", "https://llm.example/ui/")
     assert shell("ui", "one", "--no-open")[:2] == (0, "https://llm.example/ui/login#key=sk-1\n")
     cluster.placements = {Unit("ui", "0"): Placement("gone", "its Deployment is not in the cluster")}
     assert 'could not open the chat page of "one": its Deployment is not in the cluster' in shell("ui", "one")[2]
@@ -290,10 +301,8 @@ def test_a_page_that_cannot_start_fails_no_start_and_status_says_why_or_where_it
     cluster.placements = {page: Placement("placed")}
     out = shell("status", "one")[1]
     assert re.search(r"chat page +in its cluster; here: \S+ ui one\n", out) and re.search(r"\nui +running", out)
-    address = GatewayAddress("0", "one-gateway:8000", (), "https://llm.example", "https://llm.example/ui/")
-    write_atomically(run.gateway_address_file, msgspec.json.encode(address))
+    announce(run, "https://llm.example", "https://llm.example/ui/")
     assert re.search(r"chat page +https://llm.example/ui/\n", shell("status", "one")[1])
-    assert shell("logs", "one", "--part", "ui")[1] == "a line of ui/0\n"
 
 
 def test_what_is_sent_as_one_document_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,12 +312,6 @@ def test_what_is_sent_as_one_document_is_printed_alone(capsys: pytest.CaptureFix
     )
     lifecycle._print_prepared(Prepared(deployment(), cpu_machine(), plan, artifact), as_json=False)
     assert capsys.readouterr() == ("---\nkind: Service\n", "warning: its context is cut\n")
-
-
-def finish(left: Left) -> None:
-    cluster = targets.load(left.target)
-    assert isinstance(cluster, Cluster)
-    cluster.others.clear()
 
 
 def test_clean_shows_what_targets_still_have_and_removes_it_when_told(
@@ -326,26 +329,20 @@ def test_clean_shows_what_targets_still_have_and_removes_it_when_told(
     assert err == "warning: the API server of context far does not answer\n"
 
 
-def test_logs_of_placed_units_come_from_their_target(shell: Shell, cluster: Cluster) -> None:
-    started("one")
-    assert shell("logs", "one", "--part", "gateway")[1] == "a line of gateway/0\n"
-    assert shell("logs", "one", "--part", "controller")[1] == "a line of controller/0\n"
-    assert shell("logs", "one")[1] == "a line of replica/0\n"
-
-
-def test_status_says_how_a_gateway_in_a_cluster_is_reached(shell: Shell, cluster: Cluster) -> None:
+def test_logs_and_status_of_placed_units_come_from_their_target(shell: Shell, cluster: Cluster) -> None:
     run = started("one")
-    address = GatewayAddress("0", "one-gateway.default:8000", ())
-    write_atomically(run.gateway_address_file, msgspec.json.encode(address))
+    for part in ("gateway", "controller", "ui"):
+        assert shell("logs", "one", "--part", part)[1] == f"a line of {part}/0\n"
+    assert shell("logs", "one")[1] == "a line of replica/0\n"
+    announce(run)
     out = shell("status", "one")[1]
     assert "http://one-gateway.default:8000/v1 (in its cluster; here: " in out and "tunnel one)" in out
 
 
 def test_doctor_names_the_machines_that_a_target_knows(cluster: Cluster) -> None:
     finding = examine._known_machines(cluster, deployment(target="kubernetes"))
-    assert (
-        finding.found == "target kubernetes knows 2 machines with 8 x NVIDIA H100 80GB HBM3; no program was run on them"
-    )
+    machines = "2 machines with 8 x NVIDIA H100 80GB HBM3"
+    assert finding.found == f"target kubernetes knows {machines}; no program was run on them"
 
 
 def test_up_stays_where_the_deployment_runs_whatever_the_kubeconfig_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,6 +368,5 @@ def test_a_program_is_told_that_it_needs_a_tunnel(cluster: Cluster) -> None:
     with pytest.raises(UserError) as caught:
         RunningDeployment("one", None).client()
     assert caught.value.hint is not None and "penstock tunnel one --port 8000" in caught.value.hint
-    address = GatewayAddress("0", "one-gateway.default:8000", (), "https://llm.example.org")
-    write_atomically(run.gateway_address_file, msgspec.json.encode(address))
+    announce(run, "https://llm.example.org")
     assert RunningDeployment("one", None).client().base_url == "https://llm.example.org"
