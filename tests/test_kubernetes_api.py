@@ -32,12 +32,6 @@ def api(stub: Stub) -> Api:
     return stub.api()
 
 
-def failure(api: Api, kind: str = "Pod", name: str = "x") -> ApiError:
-    with pytest.raises(ApiError) as caught:
-        api.get(kind, name)
-    return caught.value
-
-
 def test_find_and_delete_know_what_is_not_there(stub: Stub, api: Api) -> None:
     stub.on("GET", f"{PODS}/here", {"metadata": {"name": "here"}})
     stub.on("DELETE", f"{PODS}/here", {})
@@ -159,9 +153,11 @@ def test_a_server_that_does_not_answer_is_given_up(stub: Stub, api: Api, monkeyp
 def test_a_server_that_is_away_is_unreachable(tmp_path: Path) -> None:
     stub = Stub(tmp_path)
     stub.end()
-    error = failure(stub.api())
-    assert error.message == 'could not reach the API server of context "test": connection refused'
-    assert error.is_retryable and error.status == 503
+    with pytest.raises(
+        ApiError, match='could not reach the API server of context "test": connection refused'
+    ) as caught:
+        stub.api().get("Pod", "x")
+    assert caught.value.is_retryable and caught.value.status == 503
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -185,9 +181,7 @@ REFUSALS = {
     "an error of kubectl": Answer(500, "dial tcp 10.0.0.1:443: connect: no route to host\n"),
     "no login program": Answer(500, f"{LOGIN} kubelogin not found\n\nIt looks like you are trying to use"),
     "expired credentials": status(401, "Unauthorized", "Unauthorized"),
-    "expired credentials, as their program says": Answer(
-        500, f"{LOGIN} gke-gcloud-auth-plugin failed with exit code 1\n"
-    ),
+    "expired credentials of a program": Answer(500, f"{LOGIN} gke-gcloud-auth-plugin failed with exit code 1\n"),
     "no right": status(403, "Forbidden", NO_RIGHT),
     "a quota is no missing right": status(403, "Forbidden", QUOTA),
     "no namespace": status(404, "NotFound", 'namespaces "team" not found', name="team", kind="namespaces"),

@@ -285,6 +285,8 @@ def test_machines_have_the_gpus_that_the_file_asks_for() -> None:
     (machine,) = machines(api, deployment(n_gpus=1))[:1]
     assert machine.memory_free_bytes == 412 * GIB
     assert (machine.n_cpus, machine.assumed, machine.versions["vllm"]) == (95, None, NEWEST)
+    machine = machines(api, deployment(block={"image": "mirror.lab/vllm/vllm-openai:v0.27.1"}))[0]
+    assert machine.versions["vllm"] == "0.27.1", "that of the image"
 
 
 def test_machines_have_the_free_gpus_where_the_file_does_not_say() -> None:
@@ -295,12 +297,6 @@ def test_machines_have_the_free_gpus_where_the_file_does_not_say() -> None:
     api.objects["Pod"] = [pod_on("a", 8)]
     (machine,) = machines(api, deployment(n_gpus=None))
     assert len(machine.gpus) == 8, "it waits for all"
-
-
-def test_the_version_of_the_engine_is_that_of_the_image() -> None:
-    wanted = deployment(block={"image": "mirror.lab/vllm/vllm-openai:v0.27.1"})
-    (machine,) = machines(StubApi(), wanted)
-    assert machine.versions["vllm"] == "0.27.1"
 
 
 def test_machines_are_the_files_where_nodes_may_not_be_listed() -> None:

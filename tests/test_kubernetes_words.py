@@ -10,7 +10,7 @@ import pytest
 from kubernetes_goldens import cases, kept, sections
 
 from penstock.targets import Placement
-from penstock.targets.kubernetes import reasons, scheduling, words
+from penstock.targets.kubernetes import scheduling, words
 from penstock.targets.kubernetes.objects import REVISION, Object
 from penstock.wire.announcement import Restart
 
@@ -72,7 +72,8 @@ SET: Object = {
 
 
 def place(pods: list[Object], events: tuple[Object, ...] = (), n_nodes: int = 1, **more: Any) -> Placement:
-    return words.placement_of_replica(SET, pods, events, n_nodes, more.pop("revision", "new"), NOW, **more)
+    a_set, revision = more.pop("a_set", SET), more.pop("revision", "new")
+    return words.placement_of_replica(a_set, pods, events, n_nodes, revision, NOW, **more)
 
 
 # ---- placements ------------------------------------------------------------------------------------------------------
@@ -116,6 +117,11 @@ QUOTA = (
     "requested: requests.nvidia.com/gpu=4, used: requests.nvidia.com/gpu=8, limited: requests.nvidia.com/gpu=8"
 )
 REFUSED = event("FailedCreate", 'Error creating: pods "x" is forbidden: no', 60, of="uid-set")
+LWS = SET | {"kind": "LeaderWorkerSet"}
+REFUSED_LWS = tuple(
+    event("FailedCreate", message, of="uid-workers", involvedObject={"name": name})
+    for message, name in (("Error creating: over", "qwen-r0-0"), ("not ours", "qwen-r01"))
+)
 MADE = event("SuccessfulCreate", "create Pod qwen-r0-0 in StatefulSet qwen-r0 successful", 5, of="uid-set")
 EVICTED = {"reason": "Evicted", "message": "The node was low on resource: ephemeral-storage."}
 SHUT_DOWN = {"reason": "Terminated", "message": "Pod was terminated in response to ..."}
@@ -124,6 +130,7 @@ DELETED = running(1, metadata={"deletionTimestamp": at(20)})
 PREEMPTED = event("Preempted", "Preempted by ml/other on node node-1", of="uid-1")
 LOST = {"lost_nodes": frozenset({"node-1"})}
 POD_SECURITY = 'pods "qwen-gateway-1" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot'
+INSECURE = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": POD_SECURITY}
 
 
 def crashed(n: int, state: Object, message: str = "back-off 10s restarting") -> Object:
@@ -156,13 +163,9 @@ def placements() -> dict[str, Placement]:
         "events of an earlier pod": place([unscheduled()], (event("TriggeredScaleUp", SCALE_UP, of="uid-earlier"),)),
         "gated": place([GATED]),
         "an image that is not there": place([starting(pulls("ErrImagePull", NOT_FOUND))]),
-        "before 1.32 only events have the registry's words": place(
-            [starting(pulls("ImagePullBackOff", BACK_OFF))], NOT_PULLED
-        ),
+        "before 1.32 only events tell why": place([starting(pulls("ImagePullBackOff", BACK_OFF))], NOT_PULLED),
         "since 1.32": place([starting(pulls("ImagePullBackOff", f"{BACK_OFF}: ErrImagePull: {NOT_FOUND}"))]),
-        "a registry that is busy": place(
-            [starting(pulls("ErrImagePull", "toomanyrequests: rate limit", "a/denied:404"))]
-        ),
+        "a registry that is busy": place([starting(pulls("ErrImagePull", "toomanyrequests: rate", "a/denied:404"))]),
         "no secret": place([starting(waiting("CreateContainerConfigError", 'secret "hub" not found'))]),
         "a secret that is late": place([starting(SLOW_SECRET)]),
         "a crash": place([starting(crashed(1, CRASH))]),
@@ -177,10 +180,11 @@ def placements() -> dict[str, Placement]:
         "an init container failed": place([starting(WAITS, init=(COPIED, crashed(1, UNFIT) | {"name": "prepare"}))]),
         "waits for the weights": place([starting(WAITS, init=(container("weights", state=RUNS),))]),
         "one of two pods is not ready": place([running(1, "node-2", -20, is_ready=False), running(0)], n_nodes=2),
-        "no set": words.placement_of_replica(None, [], [], 1, "new", NOW),
+        "no set": place([], a_set=None),
         "over quota": place([], (event("FailedCreate", QUOTA, of="uid-set"),)),
         "refused": place([], (REFUSED,)),
         "no longer refused": place([], (REFUSED, MADE)),
+        "a LeaderWorkerSet is refused by the sets that it makes": place([], REFUSED_LWS, a_set=LWS),
         "the second pod waits": both(unscheduled(1)),
         "both pods wait": place([unscheduled(0), unscheduled(1)], n_nodes=2),
         "the second pod is not there": both(),
@@ -203,12 +207,7 @@ def placements() -> dict[str, Placement]:
         "a gateway without a pod": serves(1),
         "a gateway that is not ready": serves(1, running(0, is_ready=False)),
         "a gateway after an eviction": serves(1, pod(0, phase="Failed", status=EVICTED), pod(1)),
-        "a gateway that is refused": serves(
-            1,
-            status={
-                "conditions": [{"type": "ReplicaFailure", "status": "True", "reason": "X", "message": POD_SECURITY}]
-            },
-        ),
+        "a gateway that is refused": serves(1, status={"conditions": [INSECURE]}),
         "a chat page installs packages": serves(1, starting(WAITS, init=(container("packages", state=RUNS),))),
     }
 
@@ -224,14 +223,6 @@ def told(placement: Placement) -> list[str]:
 def test_placements_are_told_in_words() -> None:
     text = sections({name: told(placement) for name, placement in placements().items()})
     assert text == kept("placements.txt", text)
-
-
-def test_a_leader_worker_set_is_refused_by_the_sets_that_it_makes() -> None:
-    lws = SET | {"kind": "LeaderWorkerSet"}
-    ours = event("FailedCreate", "Error creating: over", of="uid-workers")
-    other = event("FailedCreate", "not ours", 1, of="uid-other")
-    events = [ours | {"involvedObject": {"name": "qwen-r0-0"}}, other | {"involvedObject": {"name": "qwen-r01"}}]
-    assert reasons.refused(lws, events) == "over"
 
 
 # ---- lost nodes and restarts -----------------------------------------------------------------------------------------
