@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import random
 import shutil
+import socket
 import struct
 from typing import Any
 
@@ -17,6 +18,7 @@ from kubernetes_api import MERGE, Api, ApiError, Object, Table
 from kubernetes_kubelet import Kubelet
 from kubernetes_sandbox import ip
 
+Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 DOMAIN = ["svc", "cluster", "local"]
 TTL_S = 1
 CONNECT_S = 2.0
@@ -81,7 +83,7 @@ class Services:
                 await self.api.call("PATCH", path, {"status": {"loadBalancer": {"ingress": [{"ip": address}]}}}, MERGE)
 
     def _handler(self, key: tuple[str, str], port: str | None) -> Any:
-        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def relay(reader: Reader, writer: Writer) -> None:
             places = self._places(key, port)
             random.shuffle(places)
             for place in places:
@@ -161,15 +163,10 @@ class Services:
             await self.api.insist("DELETE", f"/api/v1/persistentvolumes/{name}")
 
 
-async def relay_both(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    far_reader: asyncio.StreamReader,
-    far_writer: asyncio.StreamWriter,
-) -> None:
+async def relay_both(reader: Reader, writer: Writer, far_reader: Reader, far_writer: Writer) -> None:
     """Copy both ways until both sides have ended; a broken side breaks the other."""
 
-    async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    async def copy(source: Reader, sink: Writer) -> None:
         while chunk := await source.read(65536):
             sink.write(chunk)
             await sink.drain()
@@ -201,12 +198,10 @@ class NameServer(asyncio.DatagramProtocol):
             end += size + 1
         (kind,) = struct.unpack("!H", data[end + 1 : end + 3])
         addresses = self.services.addresses(words)
-        records = [b"\xc0\x0c" + struct.pack("!HHIH", 1, 1, TTL_S, 4) + _packed(one) for one in addresses or []]
+        records = [
+            b"\xc0\x0c" + struct.pack("!HHIH", 1, 1, TTL_S, 4) + socket.inet_aton(one) for one in addresses or []
+        ]
         records = records if kind == 1 else []
         flags = 0x8580 | (3 if addresses is None else 0)  # an authoritative answer; 3: no such name
         head = data[:2] + struct.pack("!HHHHH", flags, 1, len(records), 0, 0)
         self.transport.sendto(head + data[12 : end + 5] + b"".join(records), addr)
-
-
-def _packed(address: str) -> bytes:
-    return bytes(map(int, address.split(".")))

@@ -72,7 +72,9 @@ def test_apply_sends_a_server_side_apply(stub: Stub, api: Api) -> None:
     stub.on("PATCH", f"{MAPS}/a", {"kind": "ConfigMap"})
     api.apply(MAP)
     api.apply(MAP, force=True, dry_run=True)
-    first, second = stub.requests
+    api.patch("ConfigMap", "a", {"data": None})
+    first, second, third = stub.requests
+    assert (third.headers["content-type"], third.body) == ("application/merge-patch+json", {"data": None})
     assert first.headers["content-type"] == "application/apply-patch+yaml" and first.body == MAP
     assert first.query == {"fieldManager": "penstock", "fieldValidation": "Strict"}
     assert second.query["force"] == "true" and second.query["dryRun"] == "All"

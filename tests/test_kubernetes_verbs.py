@@ -35,14 +35,6 @@ from penstock.wire.announcement import GatewayAddress
 KINDS: tuple[Kind, ...] = ("replica", "gateway", "controller", "ui")
 
 
-class Tunnel:
-    def __init__(self, port: int) -> None:
-        self.url = f"http://127.0.0.1:{port}"
-
-    def last_words(self) -> str | None:
-        return "error: lost connection to pod"
-
-
 class Cluster(Target):
     """Notes what it is asked, in `asked`; has the deployments in `others`, which another machine started."""
 
@@ -82,9 +74,9 @@ class Cluster(Target):
         return Adopted(started(name), "context far, namespace default") if name in self.others else None
 
     @contextlib.contextmanager
-    def tunnel(self, run: Run, port: int, kind: Kind = "gateway") -> Iterator[Tunnel]:
+    def tunnel(self, run: Run, port: int, kind: Kind = "gateway") -> Iterator[Any]:
         self.asked.append(f"tunnel {run.name}" + (" to its page" if kind == "ui" else ""))
-        yield Tunnel(port)
+        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", last_words=lambda: "error: lost connection to pod")
 
     def inside(self, run: Run, words: Sequence[str], is_terminal: bool) -> list[str]:
         return ["exec", run.name, *words]

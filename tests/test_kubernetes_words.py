@@ -128,7 +128,7 @@ SHUT_DOWN = {"reason": "Terminated", "message": "Pod was terminated in response 
 DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": "x"}
 DELETED = running(1, metadata={"deletionTimestamp": at(20)})
 PREEMPTED = event("Preempted", "Preempted by ml/other on node node-1", of="uid-1")
-LOST = {"lost_nodes": frozenset({"node-1"})}
+LOST: dict[str, Any] = {"lost_nodes": frozenset({"node-1"})}
 POD_SECURITY = 'pods "qwen-gateway-1" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot'
 INSECURE = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": POD_SECURITY}
 
