@@ -34,12 +34,12 @@ Object = dict[str, Any]
 
 def problems_of(documents: Sequence[Object]) -> list[str]:
     """What an API server or we would refuse in these objects, which are all of a deployment."""
-    found = [f"{_name(document)}: {problem}" for document in documents for problem in _schema_problems(document)]
-    return found + list(rule_problems(documents))
-
-
-def _name(document: Object) -> str:
-    return f"{document.get('kind')}/{document.get('metadata', {}).get('name')}"
+    found = [
+        f"{document['kind']}/{document['metadata']['name']}: {problem}"
+        for document in documents
+        for problem in _schema_problems(document)
+    ]
+    return [*found, *rule_problems(documents)]
 
 
 def _schema_problems(document: Object) -> Iterator[str]:
@@ -52,13 +52,11 @@ def _schema_problems(document: Object) -> Iterator[str]:
         if validator is None:
             yield f"Kubernetes {version} has no {document['kind']} of {document['apiVersion']}"
         else:
-            yield from (
-                f"{where(error)} {error.message[:300]} ({version})" for error in validator.iter_errors(document)
-            )
+            yield from (f"{_told(error)} ({version})" for error in validator.iter_errors(document))
 
 
-def where(error: jsonschema.ValidationError) -> str:
-    return ".".join(map(str, error.absolute_path)) + ":"
+def _told(error: jsonschema.ValidationError) -> str:
+    return f"{'.'.join(map(str, error.absolute_path))}: {error.message[:300]}"
 
 
 # ---- built-in kinds --------------------------------------------------------------------------------------------------
@@ -116,7 +114,7 @@ def _custom_problems(document: Object, schema: Object) -> Iterator[str]:
         return
     whole = _with_defaults(document, schema)
     errors = [*_custom_validator(document["apiVersion"], document["kind"]).iter_errors(whole)]
-    yield from (f"{where(error)} {error.message[:300]}" for error in errors)
+    yield from map(_told, errors)
     if not errors:
         yield from _broken_rules(whole, schema, "")
 

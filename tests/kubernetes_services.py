@@ -12,13 +12,14 @@ import random
 import shutil
 import socket
 import struct
+from asyncio import StreamReader as Reader
+from asyncio import StreamWriter as Writer
 from typing import Any
 
 from kubernetes_api import MERGE, Api, ApiError, Object, Table
 from kubernetes_kubelet import Kubelet
 from kubernetes_sandbox import ip
 
-Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 DOMAIN = ["svc", "cluster", "local"]
 TTL_S = 1
 CONNECT_S = 2.0

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kubernetes_api import Api, ApiError, Object
+from kubernetes_rules import quantity
 from kubernetes_sandbox import HOME, IMAGE, PATH, Mount
-
-# https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/
-UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 class NotYet(Exception):
@@ -23,11 +21,6 @@ class NotYet(Exception):
         self.reason = reason
 
 
-def bytes_of(quantity: str) -> int:
-    number, unit = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", quantity).groups()  # type: ignore[union-attr]
-    return int(float(number) * UNITS[unit])
-
-
 def memory_volumes(pod: Object, folder: Path) -> dict[Path, int | None]:
     """Folders of the pod's memory volumes, with their limits in bytes."""
     found: dict[Path, int | None] = {}
@@ -36,7 +29,7 @@ def memory_volumes(pod: Object, folder: Path) -> dict[Path, int | None]:
             limit = volume["emptyDir"].get("sizeLimit")
             path = folder / "volumes" / volume["name"]
             path.mkdir(parents=True, exist_ok=True)
-            found[path] = bytes_of(limit) if limit else None
+            found[path] = int(quantity(limit)) if limit else None
     return found
 
 
@@ -57,12 +50,12 @@ async def _prepare(api: Api, pod: Object, volume: Object, own: Path, claims: Pat
         source = volume[kind]
         name = source.get("name") or source.get("secretName")
         data = await _data(api, pod, kind, name, volume["name"], source.get("optional", False))
-        _write(own, _chosen(data, source), source.get("defaultMode", 0o644))
+        write_files(own, _chosen(data, source), source.get("defaultMode", 0o644))
     elif "projected" in volume:
         files: dict[str, bytes] = {}
         for source in volume["projected"]["sources"]:
             files |= await _projected(api, pod, source, volume["name"])
-        _write(own, files, 0o644)
+        write_files(own, files, 0o644)
     return own
 
 
@@ -118,11 +111,11 @@ async def _projected(api: Api, pod: Object, source: Object, volume: str) -> dict
     return _chosen(data, inner)
 
 
-def _write(folder: Path, files: dict[str, bytes], mode: int) -> None:
+def write_files(folder: Path, files: dict[str, bytes], mode: int) -> None:
     """As the kubelet writes them: each name is a link into ..data, which is a link to the folder of this version."""
     version = folder / "..2026"
     shutil.rmtree(version, ignore_errors=True)
-    version.mkdir()
+    version.mkdir(parents=True)
     link = folder / "..data"
     link.unlink(missing_ok=True)
     link.symlink_to(version.name)

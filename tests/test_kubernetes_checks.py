@@ -89,8 +89,8 @@ def scaler(name: str, target: str, **metadata: Any) -> Object:
 def deployment(gpu: str | None = "l4", n_gpus: int | None = 2, **more: Any) -> Deployment:
     hardware = Hardware(gpu=gpu, gpus_per_node=n_gpus, nodes=more.pop("nodes", 1))
     block = Kubernetes(**more.pop("block", {}))
-    fields = {"name": "qwen", "hardware": hardware, "kubernetes": block} | more
-    return Deployment(model="Qwen/Qwen3-8B", target="kubernetes", **fields)
+    whole = more | {"name": "qwen", "target": "kubernetes", "hardware": hardware, "kubernetes": block}
+    return Deployment(model="Qwen/Qwen3-8B", **whole)
 
 
 def found(api: StubApi, wanted: Deployment) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from kubernetes_volumes import write_files
 from samples import LLAMA_70B, demo_plan, deployment
 
 from penstock.errors import UserError
@@ -184,24 +185,14 @@ def script() -> Any:
     return module
 
 
-def mounted(folder: Path, files: dict[str, str]) -> Path:
-    """A folder as the kubelet mounts a ConfigMap: names are links through ..data."""
-    data = folder / "..2026_11_22"
-    data.mkdir(parents=True)
-    (folder / "..data").symlink_to(data.name)
-    for name, text in files.items():
-        (data / name).write_text(text)
-        (folder / name).symlink_to(f"..data/{name}")
-    return folder
-
-
 def test_prepare_unpacks_the_code_and_makes_a_run_folder_with_safe_modes(script: Any, tmp_path: Path) -> None:
     stream, package = io.BytesIO(), tmp_path / archive.FILE
     with zipfile.ZipFile(stream, "w") as whole:
         whole.writestr("penstock/node/__main__.py", "")
     package.write_bytes(bz2.compress(stream.getvalue()))
-    config = mounted(tmp_path / "config", {"launch.json": "{}", "spec.yaml": "a: 1"})
-    secret = mounted(tmp_path / "secret", {"admin-token": "t", "any-key": "h"})
+    config, secret = tmp_path / "config", tmp_path / "secret"
+    write_files(config, {"launch.json": b"{}", "spec.yaml": b"a: 1"}, 0o644)
+    write_files(secret, {"admin-token": b"t", "any-key": b"h"}, 0o440)
     code, run = tmp_path / "code", tmp_path / "runs" / "llama"
     words = [*map(str, (package, code, run, config, secret))]
     for _ in range(2):  # a container that starts again finds what the first left

@@ -75,9 +75,9 @@ def test_claims_and_names_are_at_most_63_characters() -> None:
 
 
 def test_the_plan_has_the_models_path_in_the_pods() -> None:
-    volumes = dict.fromkeys(("pvc:models/llama", "gs://bucket/llama", "image:llama", "/mnt/llama"), "/models")
-    fetched = dict.fromkeys((None, "pod"), f"/models/{IN_CACHE}")
-    for where, path in {**volumes, **fetched, "s3://bucket/llama": "s3://bucket/llama"}.items():
+    paths: dict[str | None, str] = dict.fromkeys((None, "pod"), f"/models/{IN_CACHE}")
+    paths |= dict.fromkeys(("pvc:models/llama", "gs://bucket/llama", "image:llama", "/mnt/llama"), "/models")
+    for where, path in (paths | {"s3://bucket/llama": "s3://bucket/llama"}).items():
         once = weights.in_pods(plan(), file(where))
         assert once.model.path == path
         assert weights.in_pods(once, file(where)) == once
