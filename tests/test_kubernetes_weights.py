@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from samples import DEMO, LLAMA_70B, demo_plan, deployment
+from test_kubernetes_checks import StubApi, named
 
 from penstock.deployment import preflight
 from penstock.errors import UserError
@@ -146,22 +147,15 @@ def test_volumes_that_hold_the_model_already() -> None:
 # ---- in the cluster --------------------------------------------------------------------------------------------------
 
 
-class Cluster:
-    """An API that holds objects by kind and name, and notes what was written."""
+class Cluster(StubApi):
+    """Notes what is written. `log`: of every pod."""
 
-    namespace = "ml"
-
-    def __init__(self, *rows: Object, log: tuple[str, ...] = ()) -> None:
-        self.rows, self.log, self.written = list(rows), log, list[tuple[str, str]]()
-
-    def find(self, kind: str, name: str) -> Object | None:
-        return next((row for row in self.rows if row["kind"] == kind and row["metadata"]["name"] == name), None)
-
-    def list(self, kind: str, labels: dict[str, str]) -> list[Object]:
-        return [row for row in self.rows if row["kind"] == kind and labels.items() <= row["metadata"]["labels"].items()]
+    def __init__(self, log: str = "", **objects: list[Object]) -> None:
+        super().__init__(**objects)
+        self.log, self.written = log, list[tuple[str, str]]()
 
     def logs(self, *_: object, **__: object) -> tuple[str, ...]:
-        return self.log
+        return (self.log,)
 
     def apply(self, row: Object, force: bool) -> Object:
         self.written.append(("apply", row["metadata"]["name"]))
@@ -176,17 +170,16 @@ FAILED = {"status": {"conditions": [{"type": "Failed", "status": "True"}]}}
 
 
 def pod(component: str, name: str = "llama-r0-0", **more: Any) -> Object:
-    labels = objects.labels("llama", component)
-    return {"kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": {}, **more}
+    return named(name, metadata={"labels": objects.labels("llama", component)}, spec={}, **more)
 
 
 def test_a_claim_that_is_there_is_left_as_it_is_and_a_failed_job_is_made_again() -> None:
     claim, job = weights.objects_of(file(), plan())
-    cluster: Any = Cluster(claim, job)
+    cluster: Any = Cluster(PersistentVolumeClaim=[claim], Job=[job])
     assert placing.apply(cluster, claim) is claim and cluster.written == []
     placing.apply(cluster, job)
     assert cluster.written == [("apply", job["metadata"]["name"])], "the same one: nothing changes"
-    cluster = Cluster(job | FAILED)
+    cluster = Cluster(Job=[job | FAILED])
     placing.apply(cluster, job)
     assert [verb for verb, _ in cluster.written] == ["delete", "apply"]
     assert weights.is_kept(claim) and not weights.is_kept(job)
@@ -197,16 +190,16 @@ def test_a_replica_that_waits_tells_the_progress_or_why_there_will_be_none() -> 
     waiting = pod("replica", status={"initContainerStatuses": [{"name": "weights", "state": {"running": {}}}]})
     job = weights.objects_of(file(), plan())[1]
     job["metadata"]["creationTimestamp"] = "2026-11-22T18:00:00Z"
-    cluster: Any = Cluster(job, waiting, log=(progress,))
+    cluster: Any = Cluster(progress, Job=[job])
     assert pod_logs.of_weights(cluster, "llama", [waiting]) == (progress, False)
     ended = {"exitCode": 2, "message": "penstock: could not fetch model: it is gated"}
-    failed = pod("weights", "llama-weights-x", status={"phase": "Failed", "containerStatuses": []})
+    statuses = [{"name": "fetch", "state": {"terminated": ended}}]
+    failed = pod("weights", "llama-weights-x", status={"phase": "Failed", "containerStatuses": statuses})
     failed["spec"]["nodeName"] = "node-1"
-    failed["status"]["containerStatuses"] = [{"name": "fetch", "state": {"terminated": ended}}]
-    cluster = Cluster(job, waiting, failed, log=("weights: not begun",))
+    cluster = Cluster("weights: not begun", Job=[job], Pod=[failed])
     said, is_lost = pod_logs.of_weights(cluster, "llama", [waiting])
     assert not is_lost and said.startswith("weights: not begun (the last try: container fetch ended with code 2")
-    cluster = Cluster(job | FAILED, waiting, failed)
+    cluster = Cluster(Job=[job | FAILED], Pod=[failed])
     said, is_lost = pod_logs.of_weights(cluster, "llama", [waiting])
     assert is_lost and said.startswith("the weights could not be fetched: container fetch ended with code 2")
     assert said.endswith("it is gated")
@@ -215,7 +208,7 @@ def test_a_replica_that_waits_tells_the_progress_or_why_there_will_be_none() -> 
 def test_weights_that_another_deployment_uses_are_not_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     claim, _ = weights.objects_of(file(), plan())
     user = pod("replica")
-    cluster: Any = Cluster(claim, user)
+    cluster: Any = Cluster(PersistentVolumeClaim=[claim], Pod=[user])
     ours = target.Kubernetes()
     monkeypatch.setattr(ours, "_api_of", lambda _: cluster)
     monkeypatch.setattr(ending, "SPARE_S", 0.0)  # this cluster keeps what is deleted
