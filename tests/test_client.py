@@ -85,19 +85,13 @@ def stream_of(url: str) -> tuple[list[Chunk], Reply]:
     return [chunk for chunk in chunks if isinstance(chunk, Chunk)], reply
 
 
-def test_models_are_listed_with_state_and_aliases_when_the_server_names_them(client: Client) -> None:
+def test_models_are_listed_with_all_that_the_server_says_of_them(client: Client) -> None:
     assert [card.name for card in client.models()] == ["m", "alias"]
-    body = b'{"data":[{"id":"a","state":"loading","aliases":["b"]}]}'
-    with answering(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body) as url:
-        (card,) = Client(url).models()
-    assert (card.name, card.state, card.aliases) == ("a", "loading", ("b",))
-
-
-def test_a_row_of_a_model_tells_its_length_replicas_and_progress() -> None:
-    row = {"id": "a", "max_model_len": 8192, "replicas": {"ready": 0, "total": 2}, "object": "model"}
+    row = {"id": "a", "state": "loading", "aliases": ["b"], "max_model_len": 8192, "replicas": {"ready": 0, "total": 2}}
     (card,) = read_models({"data": [row | {"progress": {"stage": "loading", "shards_done": 17}}]}, "here")
+    assert (card.name, card.state, card.aliases) == ("a", "loading", ("b",))
     assert (card.max_model_len, card.replicas, card.progress) == (8192, ReplicaCount(0, 2), Progress("loading", 17))
-    assert read_models({"data": [row | {"max_model_len": "long"}, 5]}, "here") == (ModelCard("a"),)
+    assert read_models({"data": [{"id": "a", "max_model_len": "long"}, 5]}, "here") == (ModelCard("a"),)
     with pytest.raises(PenstockError, match="cannot read the models of here"):
         read_models({"data": None}, "here")
 
@@ -119,13 +113,6 @@ def test_whole_and_streamed_answers_have_the_same_text_and_counts(engine: InThre
     assert msgspec.json.decode(engine.seen[-1].body) == {"messages": HI, "ignore_eos": True, "max_tokens": 1}
 
 
-def test_the_key_travels_in_the_authorization_header_only(engine: InThread) -> None:
-    Client(engine.url, api_key="sk-1").models()
-    assert engine.seen[-1].headers["authorization"] == "Bearer sk-1"
-    Client(engine.url).models()
-    assert "authorization" not in engine.seen[-1].headers
-
-
 def usage(n_tokens: int) -> bytes:
     return b'data: {"choices":[],"usage":{"prompt_tokens":4,"completion_tokens":%d}}\n\n' % n_tokens
 
@@ -133,27 +120,15 @@ def usage(n_tokens: int) -> bytes:
 def test_times_count_from_the_request_and_speed_from_the_first_piece() -> None:
     reader = StreamReader("3", "abc")
     for at_s, event in ((0.5, delta("a")), (0.75, delta("b")), (1.0, delta("c", "stop") + usage(11))):
-        (piece,) = reader.feed(event, at_s)
-        assert isinstance(piece, Chunk)
-        assert piece.at_s == at_s
+        assert [getattr(piece, "at_s", None) for piece in reader.feed(event, at_s)] == [at_s]
     assert ([*reader.feed(b"data: [DONE]\n\n", 1.5)], reader.is_done) == ([], True)
     reply = reader.reply(2.0)
     assert (reply.ttft_s, reply.duration_s, reply.tokens_per_s) == (0.5, 2.0, 20.0)
     assert (reply.output_tokens, reply.replica, reply.request_id) == (11, "3", "abc")
-
-
-def test_a_burst_after_a_stall_has_no_speed() -> None:
-    reader = StreamReader("3", "abc")
+    burst = StreamReader("3", "abc")  # after a stall: it has no speed
     for at_s, event in ((0.5, delta("a")), (0.501, delta("b" * 400) + delta("c", "stop") + usage(110))):
-        assert [*reader.feed(event, at_s)]
-    assert reader.reply(0.6).tokens_per_s is None
-
-
-def test_text_that_came_together_with_the_error_after_it_is_given_before_it() -> None:
-    stream = StreamReader(None, None).feed(delta("half") + b'data: {"error":{"message":"engine lost"}}\n\n', 0.5)
-    assert next(stream) == Chunk("half", 0.5)
-    with pytest.raises(BrokenAnswer, match="engine lost"):
-        next(stream)
+        assert [*burst.feed(event, at_s)]
+    assert burst.reply(0.6).tokens_per_s is None
 
 
 def test_half_a_surrogate_pair_is_no_text() -> None:
@@ -177,15 +152,6 @@ def test_a_stream_that_gave_its_reason_is_whole(answer: bytes, text: str, output
     assert (reply.text, reply.output_tokens, reply.tokens_per_s) == (text, output_tokens, None)
 
 
-def test_a_stream_cut_into_single_bytes_reads_the_same() -> None:
-    body = b": keep-alive\n\n" + delta("日本", None) + delta(" 🚰", "stop") + b"data: [DONE]\n\n"
-    pieces = [chunked(body[i : i + 1])[:-5] for i in range(len(body))]
-    with answering(CHUNKED, *pieces, b"0\r\n\r\n") as url:
-        chunks, reply = stream_of(url)
-    assert [chunk.text for chunk in chunks] == ["日本", " 🚰"]
-    assert reply.text == "日本 🚰"
-
-
 ERROR_EVENT = b'data: {"error":{"message":"EngineCore encountered an issue.","code":500,"source":"gateway"}}\n\n'
 
 
@@ -204,23 +170,16 @@ def test_a_broken_stream_is_a_failure_that_may_be_retried(body: bytes, message: 
     assert message != "ended the stream" or "after 4 characters" in str(caught.value.detail)
 
 
-def test_reasoning_comes_apart_from_the_answer_and_starts_the_clock() -> None:
-    thought = b'data: {"choices":[{"delta":{"reasoning":"hm"}}]}\n\n'
-    thought += b'data: {"choices":[{"delta":{"reasoning_content":"!"}}]}\n\n'
-    with answering(CHUNKED + chunked(thought, delta("yes", "stop"))) as url:
-        chunks, reply = stream_of(url)
-    assert [(chunk.text, chunk.is_reasoning) for chunk in chunks] == [("hm", True), ("!", True), ("yes", False)]
-    assert (reply.text, reply.ttft_s) == ("yes", chunks[0].at_s)
-
-
-def test_the_time_of_reasoning_ends_with_the_answer() -> None:
+def test_reasoning_comes_apart_from_the_answer_and_its_time_ends_there() -> None:
     reader = StreamReader("0", None)
-    assert [*reader.feed(b'data: {"choices":[{"delta":{"reasoning":"h"}}]}\n\n', 1.0)]
-    assert [*reader.feed(b'data: {"choices":[{"delta":{"reasoning":"m"}}]}\n\n', 2.0)]
-    assert (reader.answer.reply(2.5).reasoning, reader.answer.reply(2.5).reasoning_s) == ("hm", 1.0)
-    assert [*reader.feed(delta("a"), 4.0)]
+    for at_s, field in ((1.0, b"reasoning"), (2.0, b"reasoning_content")):
+        thought = b'data: {"choices":[{"delta":{"%s":"hm"}}]}\n\n' % field
+        assert [*reader.feed(thought, at_s)] == [Chunk("hm", at_s, is_reasoning=True)]
+    assert (reader.answer.reply(2.5).reasoning, reader.answer.reply(2.5).reasoning_s) == ("hmhm", 1.0)
+    assert [*reader.feed(delta("a"), 4.0)] == [Chunk("a", 4.0)]
     assert [*reader.feed(delta("b", "stop"), 9.0)]
-    assert (reader.reply(9.0).reasoning_s, reader.reply(9.0).text) == (3.0, "ab")
+    reply = reader.reply(9.0)
+    assert (reply.ttft_s, reply.reasoning_s, reply.text) == (1.0, 3.0, "ab")
 
 
 CALLS = [
@@ -281,53 +240,35 @@ def test_odd_types_in_an_answer_are_passed_over(odd: dict[str, object]) -> None:
 
 def test_a_waiting_stream_tells_what_it_waits_for_and_then_who_has_it() -> None:
     loading = Waiting("loading", ahead=3, shards_done=17, shards_total=30, fraction=0.45, eta_s=40.0)
-    comments = (
-        write_comment(loading) + b": penstock loading 45% 12s\n\n" + write_comment(Waiting("prompt", replica="1"))
-    )
+    prompt = Waiting("prompt", replica="1")
+    comments = write_comment(loading) + b": penstock loading 45% 12s\n\n" + write_comment(prompt)
     held = CHUNKED.replace(b"replica: 3", b"replica: none")
     heard: list[Waiting] = []
     with answering(held + chunked(comments, delta("a", "stop"))) as url:
         *_, reply = Client(url).stream_chat(HI, on_wait=heard.append)
-    assert heard == [loading, Waiting("prompt", replica="1")]
+    assert heard == [loading, prompt]
     assert isinstance(reply, Reply)
     assert reply.replica == "1"
     heard.clear()
     with answering(CHUNKED + chunked(delta("a", "stop"))) as url:
         list(Client(url).stream_chat(HI, on_wait=heard.append))
     assert heard == [Waiting("prompt", replica="3")]
+    for comment in ("", "ping", "penstock loading", "penstock {", 'penstock {"stage":1}', "penstock []"):
+        assert read_comment(comment) is None
 
 
-@pytest.mark.parametrize(
-    "comment", ["", "ping", "penstock loading", "penstock {", 'penstock {"stage":1}', "penstock []"]
-)
-def test_other_comments_tell_nothing(comment: str) -> None:
-    assert read_comment(comment) is None
-
-
-def test_an_error_event_keeps_the_words_of_the_server() -> None:
+def test_an_error_event_comes_after_the_text_before_it_and_keeps_the_words_of_the_server() -> None:
     reader = StreamReader("0", None)
-    assert [*reader.feed(delta("half"), 1.0)]
-    with pytest.raises(BrokenAnswer) as caught:
-        list(reader.feed(ERROR_EVENT, 2.0))
+    stream = reader.feed(delta("half") + ERROR_EVENT, 0.5)
+    assert next(stream) == Chunk("half", 0.5)
+    with pytest.raises(BrokenAnswer, match="EngineCore encountered an issue") as caught:
+        next(stream)
     assert caught.value.words is not None
     assert (caught.value.words.code, caught.value.words.source) == ("500", "gateway")
     assert reader.answer.text == "half"
     with pytest.raises(BrokenAnswer) as ended:
         reader.reply(3.0)
     assert ended.value.words is None
-
-
-def test_closing_a_stream_early_stops_the_engine() -> None:
-    with in_thread(Options(model="m", ttft_s=0.0, tokens_per_s=500.0)) as engine:
-        stream = Client(engine.url, timeout_s=5).stream_chat(HI, max_tokens=1000)
-        next(stream)
-        assert engine.metrics.n_running == 1
-        stream.close()
-        for _ in range(100):
-            if not engine.metrics.n_running:
-                break
-            threading.Event().wait(0.001)
-        assert engine.metrics.finished["abort"] == 1
 
 
 def test_a_server_that_does_not_answer_is_a_failure_that_may_be_retried() -> None:
@@ -377,13 +318,6 @@ def test_an_error_status_carries_the_words_of_the_server(
     assert (caught.value.status, caught.value.is_retryable, caught.value.retry_after_s) == (status, is_retryable, 7.0)
 
 
-def test_an_answer_that_is_not_json_is_shown_in_the_detail() -> None:
-    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
-    with answering(answer) as url, pytest.raises(PenstockError) as caught:
-        Client(url).get_json("/x")
-    assert caught.value.detail == "hello"
-
-
 def test_a_base_url_works_with_and_without_v1_a_path_and_a_scheme(engine: InThread) -> None:
     for end in ("", "/", "/v1", "/v1/"):
         client = Client(engine.url + end)
@@ -403,11 +337,17 @@ class Note(msgspec.Struct):
 def test_text_can_be_fetched_and_our_own_structs_posted_with_headers(engine: InThread, client: Client) -> None:
     assert client.get_text("/health") == ""
     assert "vllm:num_requests_running" in client.get_text("/metrics")
+    assert "authorization" not in engine.seen[-1].headers
+    Client(engine.url, api_key="sk-1").models()
+    assert engine.seen[-1].headers["authorization"] == "Bearer sk-1"
     with pytest.raises(HttpError, match="404"):
         client.post_json("/admin/announce", Note("hi"), {"authorization": "Bearer t"})
     assert engine.seen[-1].body == b'{"text":"hi","age_s":null}'
     headers = engine.seen[-1].headers
     assert (headers["authorization"], headers["content-type"]) == ("Bearer t", "application/json")
+    with answering(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello") as url, pytest.raises(PenstockError) as caught:
+        Client(url).get_json("/x")
+    assert caught.value.detail == "hello", "an answer that is not JSON is shown"
 
 
 def shakes_hands(certificate: tuple[Path, Path], pinned: Path) -> bool:

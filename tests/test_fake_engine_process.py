@@ -40,41 +40,37 @@ def is_gone(process: psutil.Process) -> bool:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
-def test_idle_it_ends_at_once_with_code_0_and_takes_its_child_along(number: signal.Signals) -> None:
-    with as_process("--model", "m", "--child") as engine, core_of(engine) as core:
-        engine.process.send_signal(number)
-        assert waiting.end(engine.process) == 0
-        assert is_gone(core)
-        assert "Application shutdown complete." in engine.log()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("drain", [(), ("--shutdown-timeout", "0.2")])
-def test_a_stream_that_is_not_drained_in_time_ends_with_an_error(drain: tuple[str, ...]) -> None:
-    with as_process(*SLOW, *drain) as engine:
-        stream = Client(engine.url).stream_chat(HI, max_tokens=1000)
-        next(stream)
-        engine.process.terminate()
-        with pytest.raises(PenstockError, match="EngineCore encountered an issue"):
-            list(stream)
-        assert waiting.end(engine.process) == 0
-
-
-@pytest.mark.nightly
-def test_with_a_shutdown_timeout_it_drains_and_refuses_what_is_new() -> None:
-    with as_process(*SLOW, "--shutdown-timeout", "20") as engine:
+@pytest.mark.parametrize("drain_s", [None, "0.2", "20"])
+def test_it_drains_for_as_long_as_asked_and_refuses_what_is_new(drain_s: str | None) -> None:
+    with as_process(*SLOW, *(("--shutdown-timeout", drain_s) if drain_s else ())) as engine:
         client = Client(engine.url)
-        stream = client.stream_chat(HI, max_tokens=40)
+        stream = client.stream_chat(HI, max_tokens=40 if drain_s == "20" else 1000)
         next(stream)
         engine.process.terminate()
-        engine.wait_for("draining in-flight requests")
-        with pytest.raises(HttpError, match="cannot schedule new futures after shutdown"):
-            client.chat(HI)
-        *_, reply = stream
-        assert isinstance(reply, Reply)
-        assert reply.text == expected_text("tell me a story", 40)
+        if drain_s == "20":
+            engine.wait_for("draining in-flight requests")
+            with pytest.raises(HttpError, match="cannot schedule new futures after shutdown"):
+                client.chat(HI)
+            *_, reply = stream
+            assert isinstance(reply, Reply)
+            assert reply.text == expected_text("tell me a story", 40)
+        else:
+            with pytest.raises(PenstockError, match="EngineCore encountered an issue"):
+                list(stream)
         assert waiting.end(engine.process) == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_its_child_looks_like_an_engine_core_and_outlives_only_a_killed_parent(number: signal.Signals) -> None:
+    with as_process("--model", "m", "--child") as engine, core_of(engine) as core:
+        engine.wait_until_ready()
+        assert (core.name(), core.cmdline()) == ("VLLM::EngineCore", ["VLLM::EngineCore"])
+        engine.process.send_signal(number)
+        is_killed = number == signal.SIGKILL
+        assert waiting.end(engine.process) == (-number if is_killed else 0)
+        assert is_gone(core) is not is_killed
+        assert is_killed or "Application shutdown complete." in engine.log()
 
 
 @pytest.mark.nightly
@@ -89,16 +85,6 @@ def test_sigterm_while_loading_ends_it_or_is_ignored_as_asked() -> None:
         engine.wait_until_ready()
         engine.process.terminate()
         assert waiting.end(engine.process) == 0
-
-
-@pytest.mark.nightly
-def test_the_child_looks_like_an_engine_core_and_outlives_a_killed_parent() -> None:
-    with as_process("--model", "m", "--child") as engine, core_of(engine) as core:
-        engine.wait_until_ready()
-        assert (core.name(), core.cmdline()) == ("VLLM::EngineCore", ["VLLM::EngineCore"])
-        engine.process.kill()
-        waiting.end(engine.process)
-        assert core.is_running()
 
 
 def test_the_death_of_the_child_breaks_health_and_streams_and_then_ends_the_parent() -> None:

@@ -89,10 +89,7 @@ def test_prefix_leaves_a_full_replica() -> None:
 
 
 @settings(max_examples=200)
-@given(
-    n_replicas=st.integers(2, 12),
-    steps=st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=80),
-)
+@given(n_replicas=st.integers(2, 12), steps=st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=80))
 def test_prefix_bounds_the_load_of_every_replica(n_replicas: int, steps: list[tuple[int, bool]]) -> None:
     """However few the keys: nobody gets more than ceil(1.25 * (m + 1) / n) of m + 1 requests."""
     rows = [Row(str(index), 0) for index in range(n_replicas)]

@@ -272,8 +272,7 @@ async def test_time_with_a_failed_replica_is_not_the_gateways_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "gap"),
-    [(EVENTS[0], b""), (b'data: {"n"', b"\n\n"), (b"", b""), (b": ping\r\n\r\n", b"")],
+    ("sent", "gap"), [(EVENTS[0], b""), (b'data: {"n"', b"\n\n"), (b"", b""), (b": ping\r\n\r\n", b"")]
 )
 @pytest.mark.parametrize("n_bytes", [None, 1])
 async def test_engine_death_in_a_stream_becomes_an_error_event(sent: bytes, gap: bytes, n_bytes: int | None) -> None:

@@ -3,18 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gateway_rig import (
-    CHAT,
-    EVENTS,
-    SSE_HEAD,
-    STREAM,
-    Client,
-    Gate,
-    chunk,
-    error_of,
-    rig_with,
-    say,
-)
+from gateway_rig import CHAT, EVENTS, SSE_HEAD, STREAM, Client, Gate, chunk, error_of, rig_with, say
 from virtual_loop import advance, loop
 
 from penstock.gateway.routing.replicas import STALL_S

@@ -26,8 +26,7 @@ def begin(*values: str, sample: float = 1.0) -> TraceContext:
 
 
 @pytest.mark.parametrize(
-    "value",
-    [VALID, VALID[:-2] + "00", VALID[:-2] + "ff", "01" + VALID[2:], "cc" + VALID[2:] + "-what-will-come"],
+    "value", [VALID, VALID[:-2] + "00", VALID[:-2] + "ff", "01" + VALID[2:], "cc" + VALID[2:] + "-what-will-come"]
 )
 def test_a_valid_trace_goes_on_with_its_own_decision(value: str) -> None:
     context = begin(value, sample=0.0)

@@ -9,13 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gateway.accounting.token_usage import (
-    MAX_HELD_BYTES,
-    BodyWatch,
-    StreamStrip,
-    StreamWatch,
-    ask_for_usage,
-)
+from penstock.gateway.accounting.token_usage import MAX_HELD_BYTES, BodyWatch, StreamStrip, StreamWatch, ask_for_usage
 from penstock.gateway.body_fields import Usage
 
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}'

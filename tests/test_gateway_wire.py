@@ -44,6 +44,7 @@ def test_a_certificate_that_does_not_serve_is_refused_in_words(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("limits", "data", "status"),
     [
+        (Limits(), b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n", 404),
         (Limits(head_bytes=200), b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 300 + b"\r\n\r\n", 431),
         (Limits(n_headers=2), b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: y\r\nZ: z\r\n\r\n", 431),
         (Limits(body_bytes=10), b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 11\r\n\r\n", 413),
@@ -54,12 +55,14 @@ def test_a_certificate_that_does_not_serve_is_refused_in_words(tmp_path: Path) -
         ),
     ],
 )
-async def test_limits_are_what_was_asked_for(limits: Limits, data: bytes, status: int) -> None:
-    async with Rig(limits=limits) as rig:
-        client = await rig.client()
+async def test_what_is_over_a_limit_or_not_read_is_answered_once_and_closed(
+    limits: Limits, data: bytes, status: int
+) -> None:
+    async with rig_with(echo, limits=limits) as (_, engine, client):
         client.writer.write(data)
         assert (await client.error())[0] == status
         assert await client.is_closed()
+        assert engine.seen == []
 
 
 async def test_bodies_that_are_arriving_have_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
