@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
-import os
-import signal
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import waiting
-from gateway_processes import ask, until, workers
 from gateway_rig import TOKEN, Client, Rig, echo
 from samples import told, view
 from virtual_loop import advance, loop
@@ -70,21 +64,18 @@ def history_of(*moments: Moment) -> LiveHistory:
     return history
 
 
-def test_quantiles_are_interpolated_in_their_bucket() -> None:
-    bounds = (0.5, 1.0, 2.0)
-    assert quantile(bounds, (0, 0, 0, 0), 0.5) is None
-    assert quantile(bounds, (4, 0, 0, 0), 0.5) == 0.25
-    assert quantile(bounds, (1, 1, 2, 0), 0.75) == 1.5
-    assert quantile(bounds, (1, 0, 0, 9), 0.5) == 2.0  # as Prometheus: the last bound
-
-
 def test_rates_are_of_the_last_five_seconds_and_quantiles_of_the_last_minute() -> None:
     moments = [moment(report(10 * second, second, {"0": [second, 0, 0]}), second) for second in range(100)]
     moments.append(moment(report(1990, 101, {"0": [99, 0, 100]}), 100.0))
     now = rates(moments[-1], history_of(*moments))
     assert (now.requests_per_s, now.errors_per_s) == (209.2, 1.2)  # (2091 - 1045) / 5, broken ones too
-    # 60 of a minute's 160 in the first bucket, the rest above the last bound.
+    # 60 of a minute's 160 in the first bucket, the rest above the last bound, which stands for it as in Prometheus.
     assert (now.ttft_s_p50, now.ttft_s_p99) == (1.0, 1.0)
+    bounds = (0.5, 1.0, 2.0)
+    assert (quantile(bounds, (4, 0, 0, 0), 0.5), quantile(bounds, (1, 1, 2, 0), 0.75)) == (0.25, 1.5)
+    first = make_snapshot(moments[0], LiveHistory(), CONFIG)
+    assert (first.now.requests_per_s, first.now.ttft_s_p50, first.now.prompt_tokens_per_s) == (0, None, None)
+    assert (first.phase, first.now.n_desired, first.events) == (None, None, ())
 
 
 def test_an_hour_of_seconds_is_kept_in_bounds() -> None:
@@ -106,11 +97,16 @@ def test_the_wall_clock_only_labels_what_is_shown() -> None:
 
 
 def test_counters_that_go_back_are_no_negative_rates_and_no_peaks() -> None:
-    before = moment(report(1_000_000, 5, {"0": [9, 9, 9]}), 0.0)
-    after = moment(report(999_990, 4, {"0": [8, 9, 10]}), 5.0)
+    def rows(prompt: float) -> GatewayView:
+        return view(told("0", load=EngineLoad(1, prompt_tokens=prompt)))
+
+    before = moment(report(1_000_000, 5, {"0": [9, 9, 9]}), 0.0, rows(1e9))
+    after = moment(report(999_990, 4, {"0": [8, 9, 10]}), 5.0, rows(10))
     now = rates(after, history_of(before, after))
-    assert (now.requests_per_s, now.errors_per_s) == (0.0, 0.0)
+    assert (now.requests_per_s, now.errors_per_s, now.prompt_tokens_per_s) == (0.0, 0.0, 0.0)
     assert (now.ttft_s_p50, now.ttft_s_p99) == (1.0, 1.0)
+    last = moment(report(), 10.0, rows(60))
+    assert rates(last, history_of(before, after, last)).prompt_tokens_per_s == 10
 
 
 def test_tokens_come_from_engines_and_else_from_the_ledger() -> None:
@@ -147,25 +143,10 @@ def test_token_rates_are_over_the_time_between_the_nodes_readings() -> None:
     assert rates(other, history_of(*moments)).prompt_tokens_per_s is None
 
 
-def test_an_engine_that_restarted_has_a_rate_of_zero_for_a_moment() -> None:
-    def rows(prompt: float) -> GatewayView:
-        return view(told("0", load=EngineLoad(1, prompt_tokens=prompt)))
-
-    moments = [moment(report(), at, rows(n)) for at, n in ((0.0, 1e9), (5.0, 10.0), (10.0, 60.0))]
-    assert rates(moments[1], history_of(*moments[:2])).prompt_tokens_per_s == 0
-    assert rates(moments[2], history_of(*moments)).prompt_tokens_per_s == 10
-
-
 def test_attainment_is_exact_at_a_bound() -> None:
     moments = [moment(report(ttft={"0": [n, 2 * n, n], "none": [99, 0, 0]}), 5.0 * n) for n in range(10)]
     slo = make_snapshot(moments[-1], history_of(*moments), CONFIG).slo
     assert (slo.ttft_ms, slo.ttft_share, slo.tpot_ms, slo.tpot_share) == (1000, 0.75, 30, None)
-
-
-def test_the_first_snapshot_has_no_rates() -> None:
-    made = make_snapshot(moment(report(5), 0.0), LiveHistory(), CONFIG)
-    assert (made.now.requests_per_s, made.now.ttft_s_p50, made.now.prompt_tokens_per_s) == (0, None, None)
-    assert (made.phase, made.now.n_desired, made.events) == (None, None, ())
 
 
 def test_a_snapshot_joins_announcements_reports_and_news() -> None:
@@ -255,6 +236,8 @@ async def test_a_stream_begins_with_the_history_and_goes_on_with_snapshots() -> 
             name, made = await reader.next() or ("", {})
             assert name == "snapshot"
         assert [row.replica for row in msgspec.convert(made, Snapshot).replicas] == ["0"]
+        status, error = await rig.admin("/admin/news", {"deployment": "d"})
+        assert (status, error["error"]["code"]) == (400, "bad_request")
         status, _ = await rig.admin("/admin/news", msgspec.to_builtins(NEWS))
         assert status == 200
         while made.get("phase") != "ready":
@@ -295,6 +278,7 @@ async def test_streams_are_bounded_and_a_snapshot_alone_is_not_one(monkeypatch: 
         assert (status, error["error"]["code"]) == (503, "overloaded")
         status, made = await rig.admin("/dashboard/live?once")
         assert (status, made["deployment"]) == (200, "d")
+        assert (await rig.admin("/dashboard/live?once", token="wrong"))[0] == 401
         client.writer.transport.abort()
 
 
@@ -317,41 +301,3 @@ async def test_a_client_that_does_not_read_misses_snapshots() -> None:
         while live._is_paused:
             await client.reader.read(65536)
         client.writer.transport.abort()
-
-
-async def test_news_that_cannot_be_read_are_refused() -> None:
-    async with Rig() as rig:
-        status, error = await rig.admin("/admin/news", {"deployment": "d"})
-        assert (status, error["error"]["code"]) == (400, "bad_request")
-        assert (await rig.admin("/dashboard/live?once", token="wrong"))[0] == 401
-
-
-@pytest.mark.processes
-@pytest.mark.nightly
-def test_any_worker_streams_what_all_of_them_count_and_a_new_one_has_the_news(tmp_path: Path) -> None:
-    with workers(tmp_path, 2) as gateway:
-        gateway.call("news", msgspec.to_builtins(NEWS))
-        until(lambda: once(gateway.admin).phase == "ready")
-        before = set(gateway.pids)
-        os.kill(min(before), signal.SIGKILL)
-        until(lambda: len(set(gateway.pids) - before) == 1 and gateway.ready() == {1})
-        assert {once(gateway.admin).phase for _ in range(20)} == {"ready"}
-        for _ in range(40):
-            gateway.chat()
-        connection = http.client.HTTPConnection(gateway.admin.removeprefix("http://"), timeout=waiting.left_s())
-        connection.request("GET", "/dashboard/live", headers={"authorization": "Bearer secret"})
-        response, parser, names, rate = connection.getresponse(), Parser(), list[str](), 0.0
-        while rate < 40 / 6:  # of all workers, in the last five seconds or so
-            for event in parser.feed(response.read1(65536)):
-                names.append(event.name)
-                if event.name == "snapshot":
-                    rate = json.loads(event.data)["now"]["requests_per_s"]
-        assert names[0] == "history" and set(names[1:]) == {"snapshot"}
-        os.kill(gateway.process.pid, signal.SIGTERM)
-        while response.read1(65536):
-            pass
-        assert waiting.end(gateway.process) == 0
-
-
-def once(admin: str) -> Snapshot:
-    return msgspec.convert(ask(f"{admin}/dashboard/live?once", token="secret"), Snapshot)

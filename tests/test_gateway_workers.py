@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import os
-import resource
 import signal
 import socket
 import time
@@ -138,14 +137,15 @@ def test_all_workers_obey_and_report_whoever_is_asked(tmp_path: Path) -> None:
         for number in range(1, 6):
             gateway.chat()
             assert [count(gateway) for _ in range(3)] == [number] * 3
-        slow = [len(ask(f"{gateway.listen}/dashboard/live?once")["slow"]) for _ in range(3)]
-        assert slow == [5] * 3
+        live = f"{gateway.listen}/dashboard/live?once"
+        assert [len(ask(live)["slow"]) for _ in range(3)] == [5] * 3
         until(lambda: access_log.read_bytes().count(b"\n") == 5)
         assert {json.loads(line)["status"] for line in access_log.open()} == {200}
         for path, n_ready in (("drain", 0), ("undrain", 1), ("drain", 0)):
             gateway.call(path, replica)
             assert gateway.ready() == {n_ready}
-        # Each in turn is killed. The next one knows the drain before its first request, and counts on.
+        # Each in turn is killed. The next one knows the drain and the news before its first request, and counts on.
+        gateway.call("news", {"deployment": "d", "phase": "ready", "desired_replicas": 1, "states": {"ready": 1}})
         before = set(gateway.pids)
         for pid in sorted(before):
             pids = set(gateway.pids)
@@ -154,6 +154,7 @@ def test_all_workers_obey_and_report_whoever_is_asked(tmp_path: Path) -> None:
             for _ in range(10):
                 assert (gateway.ready(), count(gateway)) == ({0}, 5)
         assert not before & set(gateway.pids)
+        assert {ask(live)["phase"] for _ in range(20)} == {"ready"}
         view = gateway.call("replicas")
         assert (view["requests_total"], view["replicas"][0]["is_draining"]) == (5, True)
         # An announcement and a node's post reach all of them.
@@ -250,40 +251,6 @@ def test_a_client_that_asks_one_after_the_other_is_never_over_a_limit_at_once(tm
         assert statuses == [200] * 80
         for client in clients:
             client.close()
-    store.close()
-
-
-@pytest.mark.processes
-@pytest.mark.nightly
-def test_gateway_survives_a_full_disk_and_reports_it(tmp_path: Path) -> None:
-    store = Store(str(tmp_path / "store.sqlite"))
-    _, key = store.keys.create("alice", Limits(), time.time())
-    _, revoked = store.keys.create("bob", Limits(), time.time())
-
-    def metrics() -> str:
-        request = urllib.request.Request(f"{gateway.listen}/metrics", headers={"x-api-key": "secret"})
-        with urllib.request.urlopen(request, timeout=waiting.left_s()) as answer:
-            return str(answer.read().decode())
-
-    def may_use(secret: str) -> bool:
-        with contextlib.suppress(urllib.error.HTTPError):
-            return bool(gateway.chat(secret))
-        return False
-
-    with workers(tmp_path, 2, "--auth", "keys", "--store", store.place) as gateway:
-        pids = [gateway.process.pid, *gateway.pids]
-        for limit in (4096, resource.RLIM_INFINITY):
-            for pid in pids:
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-            if limit == 4096:  # no file may grow
-                assert all(may_use(key) for _ in range(20))
-                until(lambda: "penstock_store_up 0\n" in metrics())
-                store.keys.revoke("bob", time.time())
-                until(lambda: not any(may_use(revoked) for _ in range(8)))
-            else:
-                until(lambda: "penstock_store_up 1\n" in metrics())
-        assert store.usage.usage(("key",))[0].n_requests == 20
-        assert pids == [gateway.process.pid, *gateway.pids]
     store.close()
 
 
