@@ -84,21 +84,17 @@ def test_quotas_over_one_total_share_requests_a_minute() -> None:
     assert sum(quota.take(0.0, 0) is None for _ in range(40)) == 10
 
 
-def test_request_above_a_minutes_tokens_waits_for_a_full_bucket() -> None:
+def test_request_above_a_minutes_tokens_waits_for_a_full_bucket_and_a_budget_ends_at_its_last_dollar() -> None:
     quota = Quota("k", Limits(tpm=60), new_totals(), 0.0)
     assert quota.take(0.0, 600) is None
     assert dict(quota.headers(0.0))[b"x-ratelimit-remaining-tokens"] == b"0"
     quota.give_back(600, 30)
     assert quota.take(0.0, 600) == Refusal("tokens", 60, 30.0)
     assert quota.take(30.1, 600) is None
-
-
-def test_budget_ends_at_its_last_dollar() -> None:
-    quota = Quota("k", Limits(budget_usd=1.0), new_totals(), 0.0)
-    quota.spent_usd = 0.99
-    assert quota.take(0.0, 5) is None
-    quota.spent_usd = 1.0
-    assert quota.take(0.0, 5) == Refusal("budget", 1.0, 0.0)
+    budget = Quota("k", Limits(budget_usd=1.0), new_totals(), 0.0)
+    for spent_usd, refusal in ((0.99, None), (1.0, Refusal("budget", 1.0, 0.0))):
+        budget.spent_usd = spent_usd
+        assert budget.take(0.0, 5) == refusal
 
 
 def test_headers_tell_only_of_limits_that_there_are() -> None:

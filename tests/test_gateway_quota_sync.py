@@ -93,16 +93,6 @@ def test_gateways_know_of_each_other_after_a_turn_and_make_up_for_what_was_too_m
     assert 295 <= n_passed <= 310
 
 
-def test_tokens_are_settled_everywhere() -> None:
-    _, (a, b) = sides(Limits(tpm=600))
-    assert a.let_in(0.0, 1, 500) == 1
-    turn(a, b)
-    assert b.let_in(0.0, 1, 200) == 0
-    a.quota.give_back(500, 50)
-    turn(a, b)
-    assert b.let_in(0.0, 1, 200) == 1
-
-
 def test_requests_at_once_are_given_back_also_by_a_gateway_that_died_or_ended() -> None:
     shelf, (a, b, c) = sides(Limits(concurrency=4), "abc")
     assert a.let_in(0.0, 3) == 3
@@ -154,6 +144,11 @@ def test_refusals_for_what_others_have_now_are_uncertain_until_they_catch_up() -
     catch_up(a, b)
     assert refusals(b, 0.0) is None
     assert a.sync.has_others
+    shelf, (alone,) = sides(Limits(concurrency=1), "a")
+    assert (alone.let_in(0.0, 1), refusals(alone, 0.0), alone.sync.has_others) == (1, False, False)
+    alone.sync.miss_turn()  # one that is behind waits for its turn
+    catch_up(alone)
+    assert ("a", "key:k:at_once") not in shelf.rows
 
 
 def test_tokens_that_others_have_reserved_may_come_back() -> None:
@@ -169,14 +164,6 @@ def test_tokens_that_others_have_reserved_may_come_back() -> None:
     a.quota.give_back(350, 350)
     catch_up(a, b)
     assert refusals(b, 0.0, 200) is False
-
-
-def test_a_gateway_alone_refuses_at_once_and_one_that_is_behind_waits_for_its_turn() -> None:
-    shelf, (a,) = sides(Limits(concurrency=1), "a")
-    assert (a.let_in(0.0, 1), refusals(a, 0.0), a.sync.has_others) == (1, False, False)
-    a.sync.miss_turn()
-    catch_up(a)
-    assert ("a", "key:k:at_once") not in shelf.rows
 
 
 def test_without_the_store_each_counts_for_itself_and_reports_it_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
