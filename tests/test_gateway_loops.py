@@ -7,7 +7,6 @@ import contextlib
 import json
 import ssl
 from pathlib import Path
-from typing import Any
 
 import pytest
 import uvloop
@@ -93,9 +92,8 @@ async def test_clients_and_engines_on_unix_sockets(loop_factory: LoopFactory, tm
         assert listen.stat().st_mode & 0o777 == 0o600
         admin = Client(*await asyncio.open_unix_connection(tmp_path / "admin.sock"))
         body = b'{"replica":"0","model":"demo","state":"ready","lease_s":30,"url":"unix:%s"}' % bytes(behind)
-        assert (await admin.post(body, "/admin/announce", "Authorization: Bearer admin-token\r\n").response())[
-            0
-        ].status == 200
+        admin.post(body, "/admin/announce", "Authorization: Bearer admin-token\r\n")
+        assert (await admin.response())[0].status == 200
         client = Client(*await asyncio.open_unix_connection(listen))
         head, got, _ = await client.post(CHAT).response()
         assert (head.status, got) == (200, CHAT)
@@ -137,13 +135,6 @@ async def test_tls_clients_speak_http_11_and_others_are_let_go(
             await asyncio.open_connection("127.0.0.1", rig.gateway.public.port, ssl=old)
 
 
-async def collect(rig: Rig, collector: Engine) -> list[dict[str, Any]]:
-    """The spans that the collector got, once the gateway has stopped."""
-    await rig.stop()
-    bodies = [json.loads(seen.body) for seen in collector.seen]
-    return [span for body in bodies for span in body["resourceSpans"][0]["scopeSpans"][0]["spans"]]
-
-
 @on_uvloop
 async def test_the_engine_gets_our_span_as_its_parent(loop_factory: LoopFactory, tmp_path: Path) -> None:
     collector = Engine(say(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"))
@@ -151,13 +142,12 @@ async def test_the_engine_gets_our_span_as_its_parent(loop_factory: LoopFactory,
     log = tmp_path / "access.log"
     reply = say(SSE_HEAD + b"".join(map(chunk, EVENTS)) + b"0\r\n\r\n")
     async with rig_with(reply, traces=Traces(collector.url), access_log=str(log)) as (rig, engine, client):
-        client.post(STREAM, headers=f"traceparent: {VALID}\r\ntracestate: a=1\r\nuser-agent: me\r\n")
-        await client.response()
-        client.post(STREAM, headers="traceparent: broken\r\ntracestate: a=1\r\n")
-        await client.response()
-        client.post(STREAM, headers=f"traceparent: {VALID[:-1]}0\r\n")
-        await client.response()
-        spans = await collect(rig, collector)
+        state = "tracestate: a=1\r\n"
+        for lines in (f"{VALID}\r\n{state}user-agent: me\r\n", f"broken\r\n{state}", f"{VALID[:-1]}0\r\n"):
+            await client.post(STREAM, headers=f"traceparent: {lines}").response()
+        await rig.stop()
+        bodies = [json.loads(seen.body) for seen in collector.seen]
+        spans = [span for body in bodies for span in body["resourceSpans"][0]["scopeSpans"][0]["spans"]]
         got = [seen.head.get(b"traceparent").decode() for seen in engine.seen]
         assert [seen.head.get(b"tracestate") for seen in engine.seen] == [b"a=1", None, None]
         assert [sum(name == b"traceparent" for name, _ in seen.head.headers) for seen in engine.seen] == [1, 1, 1]

@@ -57,14 +57,11 @@ async def test_a_stream_that_the_engine_has_not_begun_begins_with_the_first_word
         assert engine.seen[0].head.get(b"accept-encoding") is None, "what is added to must not be compressed"
 
 
-async def test_what_began_with_a_word_is_still_sent_elsewhere_and_a_refusal_becomes_an_event() -> None:
+@pytest.mark.parametrize("is_refused", [True, False])
+async def test_what_began_with_a_word_is_still_sent_elsewhere_and_a_refusal_becomes_an_event(is_refused: bool) -> None:
     refusal = b'{"error":{"message":"too long"}}'
     answer = b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n%s" % (len(refusal), refusal)
-    for after, is_refused in ((answer, True), (b"", False)):
-        await lose_or_refuse(Gate(b"", after), is_refused)
-
-
-async def lose_or_refuse(gate: Gate, is_refused: bool) -> None:
+    gate = Gate(b"", answer if is_refused else b"")
     async with rig_with(gate.reply) as (rig, _, client):
         client.post(STREAM)
         await gate.reached.wait()

@@ -44,14 +44,6 @@ def facts_of(event: Any) -> Any:
     return (event.method, event.target, event.headers, event.keeps_alive, event.length, event.is_chunked)
 
 
-@pytest.mark.parametrize("data", CORPUS.values(), ids=CORPUS)
-def test_the_reader_refuses_before_a_request_is_whole(data: bytes) -> None:
-    for n_bytes in (len(data), 1, 7):
-        events, status = events_of(data + b"\r\n\r\n", n_bytes)
-        assert status in (400, 417, 431, 501, 505)
-        assert END not in events
-
-
 async def say(rig: Rig, data: bytes) -> bytes:
     """What the gateway answers to `data`, until it closes."""
     client = await rig.client()

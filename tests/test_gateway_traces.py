@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gateway_rig import CHAT, EVENTS, SSE_HEAD, STREAM, Rig, chunk, echo, rig_with, say
@@ -61,42 +60,32 @@ def test_ids_differ_and_their_share_is_sampled() -> None:
 
 async def test_without_traces_the_headers_pass_as_they_are() -> None:
     async with rig_with(echo) as (_, engine, client):
-        for value in (VALID, "broken"):
-            client.post(CHAT, headers=f"traceparent: {value}\r\ntracestate: a=1\r\n")
-            await client.response()
-        assert [seen.head.get(b"traceparent").decode() for seen in engine.seen] == [VALID, "broken"]
-        assert [seen.head.get(b"tracestate") for seen in engine.seen] == [b"a=1"] * 2
-        client.post(CHAT)
-        await client.response()
-        assert engine.seen[2].head.get(b"traceparent") is None
+        for lines in (f"traceparent: {VALID}\r\ntracestate: a=1\r\n", "traceparent: broken\r\ntracestate: a=1\r\n", ""):
+            await client.post(CHAT, headers=lines).response()
+        heads = [seen.head for seen in engine.seen]
+        assert [head.get(b"traceparent") for head in heads] == [VALID.encode(), b"broken", None]
+        assert [head.get(b"tracestate") for head in heads] == [b"a=1", b"a=1", None]
 
 
 async def test_requests_go_on_without_collector_and_disk(tmp_path: Path) -> None:
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    settings: dict[str, Any] = {"traces": Traces("http://127.0.0.1:9"), "access_log": str(folder / "access.log")}
-    async with rig_with(echo, **settings) as (rig, _, client):
-        (folder / "access.log").unlink()
-        folder.rmdir()
+    log = tmp_path / "gone" / "access.log"
+    log.parent.mkdir()
+    async with rig_with(echo, traces=Traces("http://127.0.0.1:9"), access_log=str(log)) as (rig, _, client):
+        log.unlink()
+        log.parent.rmdir()
         for _ in range(3):
             assert (await client.post(CHAT).response())[0].status == 200
-        text = ""
-        while "penstock_access_log_lost_total 3\n" not in text:
+        while "penstock_access_log_lost_total 3\n" not in await client.metrics():
             await advance(0.1)
-            text = await client.metrics()
         await rig.stop()
         (family,) = [row for row in rig.gateway.accounting.families() if row[0] == "spans_lost_total"]
         assert family[1] == {(): 3}
 
 
-# The slowest.
-
-
-def slow(duration_s: float) -> SlowRequest:
-    return SlowRequest(0.0, "r", "", "m", "0", "complete", 200, duration_s, 0.0, 0.0, None, None)
-
-
 def test_the_slowest_are_kept_for_an_hour() -> None:
+    def slow(duration_s: float) -> SlowRequest:
+        return SlowRequest(0.0, "r", "", "m", "0", "complete", 200, duration_s, 0.0, 0.0, None, None)
+
     kept = SlowRequests()
     for number in range(200):
         if number > kept.least_s:

@@ -37,13 +37,13 @@ def test_usage_event_is_taken_out_wherever_the_stream_is_torn(gap: bytes) -> Non
         assert (got, watch.usage(), watch.n_events) == (wanted, TOLD, 6)
     got, watch = strip(*(bytes((byte,)) for byte in whole))
     assert (got, watch.usage(), watch.n_events) == (wanted, TOLD, 6)
-
-
-def test_whole_events_are_not_held_back() -> None:
-    watch = StreamStrip()
+    watch = StreamStrip()  # whole events are not held back
     assert watch.feed(stream(ROLE), False) == stream(ROLE)
     assert watch.feed(stream(TOKEN)[:-1], False) == b""
     assert watch.feed(b"\n" + TOKEN[:5], False) == stream(TOKEN)
+    last = stream(b'data: {"choices":[{"text":""}],"usage":{"prompt_tokens":1,"completion_tokens":2}}', DONE)
+    got, watch = strip(last)
+    assert (got, watch.usage()) == (last, Usage(1, 0, 2)), "next to choices it is read and stays"
 
 
 @settings(max_examples=60)
@@ -59,12 +59,6 @@ def test_all_but_the_usage_event_passes_byte_for_byte(events: list[bytes], cuts:
     assert watch.usage() == TOLD
 
 
-def test_usage_next_to_choices_is_read_and_stays() -> None:
-    last = b'data: {"choices":[{"text":""}],"usage":{"prompt_tokens":1,"completion_tokens":2}}'
-    assert strip(stream(last, DONE))[0] == stream(last, DONE)
-    assert strip(stream(last, DONE))[1].usage() == Usage(1, 0, 2)
-
-
 def test_stream_that_asked_itself_is_only_watched() -> None:
     watch = StreamWatch(None)
     for event in (ROLE, TOKEN, USAGE, DONE):
@@ -78,9 +72,8 @@ def test_stream_that_asked_itself_is_only_watched() -> None:
 
 def test_responses_events_are_counted_by_their_deltas() -> None:
     watch = StreamWatch(b".delta\n")
-    watch.feed(
-        b'event: response.created\ndata: {}\n\nevent: response.output_text.delta\ndata: {"delta":"a"}\n\n', False
-    )
+    watch.feed(b"event: response.created\ndata: {}\n\n", False)
+    watch.feed(b'event: response.output_text.delta\ndata: {"delta":"a"}\n\n', False)
     end = b'event: response.completed\ndata: {"response":{"usage":{"input_tokens":5,"output_tokens":1,'
     watch.feed(end + b'"input_tokens_details":{"cached_tokens":4}}}}\n\n', False)
     assert (watch.n_events, watch.usage()) == (1, Usage(5, 4, 1))

@@ -6,12 +6,13 @@ import asyncio
 import errno
 import json
 import resource
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gateway_rig import CHAT, Client, Engine, Rig, Seen, echo, rig_with
+from gateway_rig import CHAT, Client, Engine, Rig, echo, rig_with, say
 from virtual_loop import advance, loop
 
 from penstock.errors import UserError
@@ -20,6 +21,8 @@ from penstock.gateway.connections.client import FREE_BODY_BYTES
 from penstock.gateway.connections.listener import open_socket, open_tls
 from penstock.spec.gateway import Limits, Upstream
 from penstock.text import KIB
+
+CHUNKED = b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 def test_a_unix_socket_left_behind_is_replaced_and_a_living_one_is_not(tmp_path: Path) -> None:
@@ -48,11 +51,7 @@ def test_a_certificate_that_does_not_serve_is_refused_in_words(tmp_path: Path) -
         (Limits(head_bytes=200), b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 300 + b"\r\n\r\n", 431),
         (Limits(n_headers=2), b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: y\r\nZ: z\r\n\r\n", 431),
         (Limits(body_bytes=10), b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 11\r\n\r\n", 413),
-        (
-            Limits(body_bytes=10),
-            b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nb\r\n" + b"x" * 11,
-            413,
-        ),
+        (Limits(body_bytes=10), CHUNKED + b"b\r\n" + b"x" * 11, 413),
     ],
 )
 async def test_what_is_over_a_limit_or_not_read_is_answered_once_and_closed(
@@ -68,11 +67,8 @@ async def test_what_is_over_a_limit_or_not_read_is_answered_once_and_closed(
 async def test_bodies_that_are_arriving_have_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "ARRIVING_BYTES", 0)
     size, rest = 100 * KIB, b" " * 10 * KIB
-    start = (
-        b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % size
-        + b"{}"
-        + b" " * (size - len(rest) - 2)
-    )
+    start = b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n{}" % size
+    start += b" " * (size - len(rest) - 2)
     async with rig_with(echo, limits=Limits(body_bytes=size)) as (rig, _, small):  # so the budget is twice that
         public = rig.gateway.public
 
@@ -162,26 +158,24 @@ async def test_times_that_ran_out_end_a_request() -> None:
 
 
 async def test_engines_that_nobody_announces_are_asked_for_their_health() -> None:
-    async def health(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        writer.write(b"HTTP/1.1 %d X\r\nContent-Length: 2\r\n\r\nok" % status[0])
-        return True
+    def health(status: int) -> Callable[..., Awaitable[bool]]:
+        return say(b"HTTP/1.1 %d X\r\nContent-Length: 2\r\n\r\nok" % status)
 
-    status = [503]
-    engine = Engine(health)
+    async def is_said_to_be(state: str) -> None:
+        await rig.until(lambda view: [row["announcement"]["state"] for row in view["replicas"]] == [state])
+
+    engine = Engine(health(503))
     await engine.start()
     async with Rig(upstreams=(Upstream(engine.url),)) as rig:
-        await rig.until(lambda view: bool(view["replicas"]))
-        assert (await rig.view())["replicas"][0]["announcement"]["state"] == "starting"
-        client = await rig.client()
-        client.post(CHAT)  # held until the engine is well
-        status[0] = 200
+        await is_said_to_be("starting")
+        client = (await rig.client()).post(CHAT)  # held until the engine is well
+        engine.reply = health(200)
         assert (await client.response())[0].status == 200
-        status[0] = 500
-        await rig.until(lambda view: view["replicas"][0]["announcement"]["state"] == "stalled")
-        status[0] = 200
-        await rig.until(lambda view: view["replicas"][0]["announcement"]["state"] == "ready")
+        for status, state in ((500, "stalled"), (200, "ready")):
+            engine.reply = health(status)
+            await is_said_to_be(state)
         await engine.stop()
-        await rig.until(lambda view: view["replicas"][0]["announcement"]["state"] == "stalled")
+        await is_said_to_be("stalled")
     for task in engine.tasks:
         if task:
             task.cancel()
