@@ -83,15 +83,13 @@ async def statuses(rig: Rig, secret: str, n_requests: int, body: bytes = CHAT) -
     answers = []
     for _ in range(n_requests):
         client = await rig.client()
-        client.post(body, headers=bearer(secret))
-        answers.append((await client.response())[0].status)
+        answers.append((await client.post(body, headers=bearer(secret)).response())[0].status)
     return answers
 
 
 async def revoke(rig: Rig, name: str) -> None:
     admin = await rig.client(rig.gateway.admin.port)
-    admin.get(f"/admin/keys/{name}", bearer("admin-token"), method="DELETE")
-    assert (await admin.response())[0].status == 200
+    assert (await admin.get(f"/admin/keys/{name}", bearer("admin-token"), method="DELETE").response())[0].status == 200
 
 
 @pytest.mark.parametrize("n_bytes", [None, 1])
@@ -212,8 +210,7 @@ async def test_limits_answer_429(place: str, limits: dict[str, Any], code: str, 
     async with rig_with(say(ANSWER), store=place, auth="keys", prices=PRICES) as (rig, _, client):
         body = b'{"model":"demo","max_tokens":510}'
         assert await statuses(rig, secret, 2, body) == [200, 200]
-        client.post(body, headers=bearer(secret))
-        head, answer, _ = await client.response()
+        head, answer, _ = await client.post(body, headers=bearer(secret)).response()
         assert (head.status, json.loads(answer)["error"]["code"]) == (429, code)
         assert 1 <= int(head.get(b"retry-after") or b"") <= (60 if header else 31 * 86400)
         assert header is None or int(head.get(header) or b"") > 0
@@ -267,8 +264,7 @@ async def test_concurrency_is_given_back_however_a_request_ends(place: str) -> N
         assert await statuses(rig, secret, 1, STREAM) == [200]
         # One that leaves before its request was begun leaves nothing behind.
         for _ in range(5):
-            gone = await rig.client()
-            gone.post(STREAM, headers=bearer(secret))
+            gone = (await rig.client()).post(STREAM, headers=bearer(secret))
             gone.writer.close()
         await rig.until(lambda view: not any(row["in_flight"] for row in view["replicas"]))
         await advance(0.01)
@@ -401,8 +397,7 @@ async def test_absurd_usage_and_limits_stop_neither_the_ledger_nor_keys(place: s
     deep = b'{"choices":[%s],"usage":{"prompt_tokens":1}}' % (b"[" * 3000 + b"]" * 3000)
     events = chunk(b"data: %s\n\n" % deep) + chunk(b"data: %s\n\n" % usage) + chunk(DONE) + b"0\r\n\r\n"
     async with rig_with(say(SSE_HEAD + events), store=place, auth="keys", prices=PRICES) as (rig, engine, client):
-        client.post(STREAM, headers=bearer(secret))
-        assert (await client.response())[2]
+        assert (await client.post(STREAM, headers=bearer(secret)).response())[2]
         (line,) = await rows(rig, 1)
         assert 0 <= line["output_tokens"] < 1000
         assert await statuses(rig, secret, 1, STREAM) == [200], "it cost neither its budget nor its tokens"

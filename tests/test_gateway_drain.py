@@ -51,8 +51,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing() -> None:
 
     async def come_and_go(rig: Rig, chance: random.Random) -> None:
         for _ in range(4):
-            client = await rig.client()
-            client.post(STREAM)
+            client = (await rig.client()).post(STREAM)
             await advance(chance.random() * 0.008)
             client.writer.transport.abort()
 

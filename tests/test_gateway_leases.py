@@ -33,8 +33,7 @@ from penstock.wire.waiting import Waiting, write_comment
 
 async def test_request_is_held_until_a_replica_is_announced_and_comes_back() -> None:
     async with Rig() as rig:
-        client = await rig.client()
-        client.post(CHAT)
+        client = (await rig.client()).post(CHAT)
         await rig.until(lambda view: view["waiting"] == 1)
         await rig.announce("0", None, "loading")
         assert (await rig.view())["waiting"] == 1
@@ -115,8 +114,7 @@ async def test_drained_replica_finishes_and_gets_nothing_new() -> None:
         await gate.reached.wait()
         assert await rig.admin("/admin/drain", {"replica": "0"}) == (200, {"in_flight": 1})
         assert await rig.announce("0", engine.url) == (200, {"draining": True})
-        other = await rig.client()
-        other.post(CHAT)
+        other = (await rig.client()).post(CHAT)
         await rig.until(lambda view: view["waiting"] == 1)
         gate.opened.set()
         assert (await client.response())[1:] == (EVENTS[2], True)
@@ -130,8 +128,7 @@ async def test_drained_replica_finishes_and_gets_nothing_new() -> None:
 
 async def held(rig: Rig) -> Client:
     await rig.announce("0", None, "loading", progress={"stage": "weights", "fraction": 0.45, "eta_s": 12})
-    client = await rig.client()
-    client.post(STREAM)
+    client = (await rig.client()).post(STREAM)
     head = await client.event()
     assert (head.status, head.get(b"content-type")) == (200, b"text/event-stream")
     assert head.get(b"x-penstock-replica") == b"none"

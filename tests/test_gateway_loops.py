@@ -54,8 +54,7 @@ async def test_bodies_streams_and_ends_pass_on_real_sockets(loop_factory: LoopFa
         assert body == EVENTS[1] + EVENTS[2]
         leaving = Gate(SSE_HEAD, b"")
         engine.reply = leaving.reply
-        other = await rig.client()
-        other.post(STREAM)
+        other = (await rig.client()).post(STREAM)
         await leaving.reached.wait()
         other.writer.transport.abort()
         await leaving.peer_left.wait()
@@ -123,8 +122,7 @@ async def test_tls_clients_speak_http_11_and_others_are_let_go(
         client.writer.write(b"GET / HTTP/1.1\nHost: a\n\n")
         assert (await client.response())[0].status == 400
         client.writer.transport.abort()
-        plain = await rig.client()
-        plain.get("/health")
+        plain = (await rig.client()).get("/health")
         with contextlib.suppress(ConnectionError):
             assert b"HTTP" not in await plain.reader.read(100)
         old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

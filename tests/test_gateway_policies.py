@@ -74,13 +74,6 @@ def test_sticky_keeps_a_session_while_its_replica_lives() -> None:
     assert moved == [n for n, home in homes.items() if home == "a"]
 
 
-def test_prefix_leaves_a_full_replica() -> None:
-    rows = [Row(name, 2) for name in "abcd"]
-    home = place(rows, b"long prompt", "prefix")
-    next(row for row in rows if row.name == home).load = 4
-    assert place(rows, b"long prompt", "prefix") != home
-
-
 @settings(max_examples=200)
 @given(n_replicas=st.integers(2, 12), steps=st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=80))
 def test_prefix_bounds_the_load_of_every_replica(n_replicas: int, steps: list[tuple[int, bool]]) -> None:

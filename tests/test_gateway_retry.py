@@ -217,8 +217,7 @@ async def test_long_failed_answer_is_not_read_to_its_end() -> None:
     gate = Gate(b"HTTP/1.1 500 No\r\nContent-Length: 100000\r\n\r\nsome", b"")
     async with Rig() as rig:
         bad = await rig.engine(gate.reply, "bad")
-        client = await rig.client()
-        client.post(CHAT)
+        client = (await rig.client()).post(CHAT)
         await gate.peer_left.wait()
         await rig.engine(echo, "good")
         assert (await client.response())[1] == CHAT
@@ -245,8 +244,7 @@ async def test_a_client_that_hangs_up_at_the_last_event_has_its_whole_answer() -
     gate = Gate(SSE_HEAD + b"".join(map(chunk, EVENTS)), b"")
     async with Rig() as rig:
         await rig.engine(gate.reply, "0")
-        client = await rig.client()
-        client.post(STREAM)
+        client = (await rig.client()).post(STREAM)
         while DONE not in await client.reader.read(65536):
             pass
         client.writer.close()

@@ -63,8 +63,7 @@ async def test_time_per_output_token_goes_by_the_tokens_of_the_usage(tmp_path: o
 
 async def test_comments_of_a_held_stream_are_not_its_first_token() -> None:
     async with Rig(hold_s=60.0) as rig:
-        client = await rig.client()
-        client.post(STREAM)
+        client = (await rig.client()).post(STREAM)
         for _ in range(3):
             await client.event()
         other = await rig.client()

@@ -79,8 +79,7 @@ async def test_stream_keeps_its_bytes_its_count_and_its_end(monkeypatch: pytest.
 
     monkeypatch.setattr(UpstreamConnection, "pass_tokens", count)
     async with rig_with(reply) as (rig, _, client):
-        client.post(STREAM)
-        _, body, has_end = await client.response()
+        _, body, has_end = await client.post(STREAM).response()
         assert (body.startswith(TOKEN * 6), body.endswith(DONE), has_end) == (True, True, True)
         assert body == TOKEN * 6 + DONE if is_whole else body[len(TOKEN) * 6 :].startswith(b'data: {"error"')
         (series,) = [row for _, row in rig.gateway._context.counters.all_series()]

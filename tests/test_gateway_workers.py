@@ -8,6 +8,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -273,3 +275,13 @@ def test_workers_end_with_a_parent_that_was_killed_and_leave_its_addresses(tmp_p
             gateway.process.kill()
             until(lambda: is_free(gateway.listen) and is_free(gateway.admin))
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+@pytest.mark.processes
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["requests", "aborts", "streams"])
+def test_memory_stays_flat(what: str) -> None:
+    """Over a million requests, 100,000 aborted streams and 2,000 open ones."""
+    soak = Path(__file__).parent.parent / "benchmarks" / "gateway_soak.py"
+    assert subprocess.run([sys.executable, str(soak), what], check=False).returncode == 0

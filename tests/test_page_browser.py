@@ -81,10 +81,6 @@ def playing(*snapshots: Snapshot, with_history: bool = True) -> Script:
     return script
 
 
-def changed(snapshot: Snapshot | None = None, **fields: Any) -> Snapshot:
-    return msgspec.structs.replace(snapshot or samples.snapshot(), **fields)
-
-
 def check_accessibility(page: Page) -> None:
     results = Axe().run(page)
     bad = [rule for rule in results.response["violations"] if rule["impact"] in ("serious", "critical")]
@@ -135,43 +131,17 @@ def test_what_was_not_measured_is_left_out(open_page: Open) -> None:
 
 
 @pytest.mark.nightly
-def test_policy_stops_other_scripts_and_hosts(open_page: Open) -> None:
-    with PageServer(playing(samples.snapshot())) as server:
-        page = open_page(server.url, may_complain=True)
-        blocked = page.evaluate(
-            """async () => {
-              const blocked = [];
-              document.addEventListener("securitypolicyviolation", (event) => blocked.push(event.effectiveDirective));
-              const script = document.createElement("script");
-              script.textContent = "window.hacked = 1";
-              document.body.append(script);
-              document.body.setAttribute("onclick", "window.hacked = 1");
-              document.body.click();
-              await fetch("http://127.0.0.1:9/").catch(() => null);
-              while (blocked.length < 3) await new Promise((done) => setTimeout(done, 10));
-              return [...blocked, window.hacked];
-            }"""
-        )
-        assert sorted(map(str, blocked)) == ["None", "connect-src", "script-src-attr", "script-src-elem"]
-
-
-@pytest.mark.nightly
 def test_hostile_names_and_reasons_stay_text(open_page: Open) -> None:
-    replica = ReplicaLive(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, Progress(HOSTILE, 1, 2))
-    gpu = GpuReading(0, HOSTILE, HOSTILE, throttle=(HOSTILE,))
+    gpu, bad = GpuReading(0, HOSTILE, HOSTILE, throttle=(HOSTILE,)), HOSTILE
     odd = ReplicaLive("__proto__", "constructor", "toString", machines=(MachineReading(HOSTILE, gpus=(gpu,)),))
-    request = SlowRequest(
-        samples.AT, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, 200, 1.0, 0.5, 0.1, None, None, trace_id=HOSTILE
-    )
-    snapshot = changed(
-        deployment=HOSTILE,
-        version=HOSTILE,
-        phase=HOSTILE,
-        reason=HOSTILE,
-        replicas=(replica, odd),
-        keys=(KeyUse(HOSTILE, HOSTILE, 1, 1, 1),),
+    request = SlowRequest(samples.AT, bad, bad, bad, bad, bad, 200, 1.0, 0.5, 0.1, None, None, trace_id=bad)
+    snapshot = msgspec.structs.replace(
+        samples.snapshot(),
+        **dict.fromkeys(("deployment", "version", "phase", "reason"), HOSTILE),
+        replicas=(ReplicaLive(bad, bad, bad, bad, bad, bad, Progress(bad, 1, 2)), odd),
+        keys=(KeyUse(bad, bad, 1, 1, 1),),
         slow=(request, request),
-        events=(Event(samples.AT, HOSTILE, "text", HOSTILE, HOSTILE, {HOSTILE: 1.0, "__proto__": 2.0}),),
+        events=(Event(samples.AT, bad, "text", bad, bad, {bad: 1.0, "__proto__": 2.0}),),
     )
     with PageServer(playing(snapshot)) as server:
         page = open_page(server.url, viewport=PHONE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from penstock.wire.http1 import parse_request
 
 OFFSET_S = 1_790_000_000.0
 TRACE = TraceContext(b"0af7651916cd43dd8448eb211c80319c", b"b7ad6b7169203331", b"00f067aa0ba902b7", True)
-CHAT = "/v1/chat/completions"
 HOSTILE = 'x"\\\x1b[31m\u2028{}'
 
 
@@ -78,6 +78,9 @@ def test_a_line_has_what_happened_and_no_query() -> None:
         "ttft_ms": 500.0, "itl_mean_ms": 100.0, "duration_ms": 1010.0, "own_ms": 250.0, "user_agent": "openai/1",
         "client": "10.0.0.9",
     }  # fmt: skip
+    refused = changed(record(trace=None), outcome="no_replica", streams=False, sent_at=0.0, first_at=0.0, last_at=0.0)
+    line = line_of(refused)
+    assert [line[name] for name in ("trace_id", "ttft_ms", "itl_mean_ms")] == [None] * 3, "what did not happen is null"
 
 
 def test_hostile_values_stay_one_line_of_json() -> None:
@@ -89,12 +92,6 @@ def test_hostile_values_stay_one_line_of_json() -> None:
     assert b"\r" not in text and text.count(b"\n") == 1
     bytes_of_latin_1 = parse_request(b"GET / HTTP/1.1\r\nhost: a\r\nuser-agent: \xff\xfe")
     assert line_of(changed(record(), head=bytes_of_latin_1))["user_agent"] == "ÿþ"
-
-
-def test_what_did_not_happen_is_null() -> None:
-    refused = changed(record(trace=None), outcome="no_replica", streams=False, sent_at=0.0, first_at=0.0, last_at=0.0)
-    line = line_of(refused)
-    assert [line[name] for name in ("trace_id", "ttft_ms", "itl_mean_ms")] == [None] * 3
 
 
 def test_a_span_hangs_below_its_parent_and_has_moments() -> None:
@@ -147,7 +144,14 @@ def test_files_are_rotated_and_two_writers_lose_no_line(tmp_path: Path, monkeypa
         log.close()
 
 
-def test_a_file_that_another_program_renamed_is_left_to_it(tmp_path: Path) -> None:
+def test_a_file_that_another_program_renamed_is_left_to_it_and_stderr_is_never_closed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        log = AccessLog("stderr")
+        log.write([b"{}\n"])
+        log.close()
+    assert capfd.readouterr().err == "{}\n{}\n"
     place = tmp_path / "access.log"
     log = AccessLog(str(place))
     log.write([b"1\n"])
@@ -180,50 +184,46 @@ def test_a_full_disk_costs_lines_and_tears_none(tmp_path: Path, monkeypatch: pyt
         AccessLog(str(tmp_path / "absent" / "access.log"))
 
 
-def test_stderr_is_written_to_and_never_closed(capfd: pytest.CaptureFixture[str]) -> None:
-    for _ in range(2):
-        log = AccessLog("stderr")
-        log.write([b"{}\n"])
-        log.close()
-    assert capfd.readouterr().err == "{}\n{}\n"
-
-
 # The collector.
 
 
-class Collector:
-    def __init__(self, exporter: SpanExporter, monkeypatch: pytest.MonkeyPatch, *answers: Any) -> None:
-        self.answers, self.n_spans = list(answers), []  # type: list[Any], list[int]
-        monkeypatch.setattr(exporter, "_post", self.post)
-
-    def post(self, body: bytes) -> tuple[int, bytes]:
-        answer = self.answers.pop(0) if self.answers else (200, b"{}")
-        if isinstance(answer, Exception):
-            raise answer
-        self.n_spans.append(len(json.loads(body)["resourceSpans"][0]["scopeSpans"][0]["spans"]))
-        result: tuple[int, bytes] = answer
-        return result
+Post = Callable[..., tuple[SpanExporter, list[int]]]
 
 
-def exporter(endpoint: str = "http://127.0.0.1:4318") -> SpanExporter:
-    return SpanExporter(endpoint, SpanWriter("demo"), {"a": "b"})
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> Post:
+    """An exporter whose collector gives these answers, and then takes all; with the numbers of spans that it got."""
+
+    def exporter(*answers: Exception | tuple[int, bytes]) -> tuple[SpanExporter, list[int]]:
+        left, n_spans = list(answers), list[int]()
+
+        def post(body: bytes) -> tuple[int, bytes]:
+            answer = left.pop(0) if left else (200, b"{}")
+            if isinstance(answer, Exception):
+                raise answer
+            n_spans.append(len(json.loads(body)["resourceSpans"][0]["scopeSpans"][0]["spans"]))
+            return answer
+
+        sender = SpanExporter("http://127.0.0.1:4318", SpanWriter("demo"), {"a": "b"})
+        monkeypatch.setattr(sender, "_post", post)
+        return sender, n_spans
+
+    return exporter
 
 
-def test_spans_wait_for_a_collector_that_is_away_and_are_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    sender = exporter()
-    collector = Collector(sender, monkeypatch, OSError("away"), (503, b""))
+def test_spans_wait_for_a_collector_that_is_away_and_are_sent_once(exporter: Post) -> None:
+    sender, n_spans = exporter(OSError("away"), (503, b""))
     sender.add([b"{}"] * 1500)
     for now in (100.0, 101.0, 105.0, 106.0, 114.0):
         sender.send(now)
-        assert collector.n_spans == ([] if now < 105 else [256])  # the one that was answered with 503
+        assert n_spans == ([] if now < 105 else [256])  # the one that was answered with 503
     sender.send(116.0)
-    assert (collector.n_spans, sender.n_lost) == ([256, 256, 256, 256, 256, 256, 220], 0)
+    assert (n_spans, sender.n_lost) == ([256, 256, 256, 256, 256, 256, 220], 0)
 
 
-def test_lost_spans_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    sender = exporter()
+def test_lost_spans_are_counted(exporter: Post) -> None:
     partial = b'{"partialSuccess": {"rejectedSpans": "2", "errorMessage": "no"}}'
-    Collector(sender, monkeypatch, (400, b"bad"), (200, partial), (200, b"<html>"), OSError("away"))
+    sender, _ = exporter((400, b"bad"), (200, partial), (200, b"<html>"), OSError("away"))
     for n_lost in (1, 3, 3):
         sender.add([b"{}"])
         sender.send(100.0)
