@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import http.server
 import threading
-import time
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
 import msgspec
+import waiting
 
 from penstock.gateway.live.page import page_answer
 from penstock.wire.live import History, Snapshot
@@ -28,7 +28,6 @@ class PageServer:
         self.holds_streams = self.is_down = False
         self.closing = threading.Event()
         self._n_ended = 0
-        self.paths: list[str] = []
         self._lock = threading.Lock()
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
@@ -46,11 +45,8 @@ class PageServer:
     def end_streams(self) -> None:
         self._n_ended += 1
 
-    def wait_for_streams(self, n: int, within_s: float = 90.0) -> None:
-        end = time.monotonic() + within_s
-        while self.n_open != n:
-            assert time.monotonic() < end, f"{self.n_open} streams are open"
-            time.sleep(0.02)
+    def wait_for_streams(self, n: int) -> None:
+        waiting.until(lambda: self.n_open == n, f"{n} streams are open")
 
     def _handler(self) -> type[http.server.BaseHTTPRequestHandler]:
         server = self
@@ -58,7 +54,6 @@ class PageServer:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 path = urlsplit(self.path)
-                server.paths.append(path.path)
                 bare = path.path.removeprefix(server.prefix)
                 is_open = server.key is None or self.headers["x-api-key"] == server.key
                 if bare == "/dashboard":

@@ -34,6 +34,12 @@ class Store:
     def close(self) -> None:
         self.database.close()
 
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 def writer_of(ledger: Ledger | None) -> StoreWriter:
     assert ledger is not None
@@ -72,9 +78,8 @@ def postgres_server(address: str = "") -> Iterator[Path]:
 
     def run(program: str, *arguments: str) -> None:
         line = [*as_user, str(folders[-1] / program), *arguments]
-        subprocess.run(
-            line, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/", timeout=waiting.left_s()
-        )
+        quiet = subprocess.DEVNULL
+        subprocess.run(line, check=True, stdout=quiet, stderr=quiet, cwd="/", timeout=waiting.left_s())
 
     data = str(folder / "data")
     try:
@@ -82,30 +87,19 @@ def postgres_server(address: str = "") -> Iterator[Path]:
         if address:
             with Path(data, "pg_hba.conf").open("a") as rules:
                 rules.write("host all all samenet trust\n")
-        run(
-            "pg_ctl",
-            "-D",
-            data,
-            "-w",
-            "-l",
-            f"{folder}/log",
-            "-o",
-            f"-k {folder} -c listen_addresses='{address}'",
-            "start",
-        )
+        options = f"-k {folder} -c listen_addresses='{address}'"
+        run("pg_ctl", "-D", data, "-w", "-l", f"{folder}/log", "-o", options, "start")
         yield folder
     finally:
-        subprocess.run(
-            [*as_user, str(folders[-1] / "pg_ctl"), "-D", data, "-m", "immediate", "stop"], check=False, cwd="/"
-        )
+        stop = [*as_user, str(folders[-1] / "pg_ctl"), "-D", data, "-m", "immediate", "stop"]
+        subprocess.run(stop, check=False, cwd="/")
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    opened = Store(str(tmp_path / "store.sqlite"))
-    yield opened
-    opened.close()
+    with Store(str(tmp_path / "store.sqlite")) as opened:
+        yield opened
 
 
 def empty(place: str) -> Store:

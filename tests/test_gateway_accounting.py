@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import os
@@ -42,7 +41,7 @@ def place(tmp_path: Path) -> str:
 
 
 def make_key(place: str, name: str = "alice", **limits: Any) -> str:
-    with contextlib.closing(Store(place)) as store:
+    with Store(place) as store:
         return store.keys.create(name, Limits(**limits), NOW)[1]
 
 
@@ -52,7 +51,7 @@ def bearer(secret: str) -> str:
 
 def revoke_elsewhere(place: str, name: str) -> None:
     """In the store, as another process does."""
-    with contextlib.closing(Store(place)) as store:
+    with Store(place) as store:
         store.keys.revoke(name, NOW)
 
 
@@ -137,7 +136,7 @@ async def test_answer_in_one_piece_is_counted_and_written_when_the_gateway_stops
         assert (await client.post(CHAT).response())[1] == BODY
         assert engine.seen[0].body == CHAT
         await rig.stop()
-    with contextlib.closing(Store(place)) as store:
+    with Store(place) as store:
         sql = "SELECT prompt_tokens, cached_tokens, output_tokens, ttft_ms, cost_usd, state FROM requests"
         assert store.database.all(sql) == [(40, 8, 3, None, None, "complete")]
 
@@ -493,7 +492,7 @@ def test_rows_that_come_while_a_turn_writes_are_the_next_turns(place: str, monke
 
 async def test_gateway_prunes_old_rows_and_a_budget_stays_spent(place: str) -> None:
     secret = make_key(place, budget_usd=0.0005)
-    with contextlib.closing(Store(place)) as store:
+    with Store(place) as store:
         # Requests of this month that cost too much, so old that they are pruned.
         key_id = store.keys.find("alice").id
         old = [row(number, at=86400.0 * 3, key_id=key_id, model="demo", cost_usd=1.0) for number in (1, 2)]

@@ -62,10 +62,8 @@ async def failure(client: Client, head: Any = None) -> Failure:
 
 
 def key(place: str, **limits: Any) -> str:
-    store = Store(place)
-    _, secret = store.keys.create("ann", Limits(**limits), NOW)
-    store.close()
-    return f"Authorization: Bearer {secret}\r\n"
+    with Store(place) as store:
+        return f"Authorization: Bearer {store.keys.create('ann', Limits(**limits), NOW)[1]}\r\n"
 
 
 async def test_what_a_key_may_not(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_a_read_that_is_one_whole_message_is_taken_at_once_and_nothing_else_is()
     reader.feed(head + b"hel")
     reader.next_event()
     assert reader.take_whole(b"lo") is None
-    for data in CORPUS.values():
+    for data in CORPUS:
         with contextlib.suppress(ProtocolError):
             assert Reader(http1.parse_request).take_whole(data) is None
 

@@ -57,11 +57,11 @@ async def say(rig: Rig, data: bytes) -> bytes:
 async def test_no_byte_of_the_corpus_reaches_the_engine(n_bytes: int | None) -> None:
     async with Rig() as rig:
         engine = await rig.engine(echo)
-        for name, data in CORPUS.items():
+        for data in CORPUS:
             loop().bytes_at_once = n_bytes if len(data) < 8000 else 100
             answer = await say(rig, data + b"\r\n\r\n")
-            assert answer[9:12] in (b"400", b"417", b"431", b"501", b"505"), (name, answer[:80])
-            assert answer.count(b"connection: close\r\n") == 1, name
+            assert answer[9:12] in (b"400", b"417", b"431", b"501", b"505"), (data, answer[:80])
+            assert answer.count(b"connection: close\r\n") == 1, data
         assert (engine.n_connections, engine.seen) == (0, [])
         client = await rig.client()
         assert (await client.post(CHAT).response())[0].status == 200
@@ -84,7 +84,7 @@ _SEEDS = (
     _GOOD + b"Content-Length: 16\r\n\r\n" + b'{"model":"demo"}',
     _GOOD + b'Transfer-Encoding: chunked\r\n\r\n10;x=y\r\n{"model":"demo"}\r\n0\r\nTrailer: x\r\n\r\n',
     b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n",
-    *CORPUS.values(),
+    *CORPUS,
 )
 _BITS = (b"\r", b"\n", b"\r\n", b"\x00", b" ", b"\t", b":", b",", b";", b"0", b"-1", b"\xff", b"chunked", b"HTTP/1.1")
 _LINES = (b"Content-Length: 3\r\n", b"Transfer-Encoding: chunked\r\n", b"Host: b\r\n", b"\r\n\r\n", b"0\r\n\r\n")
@@ -161,5 +161,6 @@ async def test_ten_thousand_malformed_requests_leave_nothing_behind() -> None:
         rig.forget_clients()
         await rig.until(lambda view: view["in_flight_total"] == 0)
         assert count_connections() < 10
-        assert all(seen.head.method == b"POST" for seen in engine.seen)
+        assert {seen.head.method for seen in engine.seen} <= {b"POST", b"GET"}
+        assert not any(seen.body for seen in engine.seen if seen.head.method == b"GET")
         assert (await good.post(CHAT).response())[0].status == 200

@@ -1,4 +1,4 @@
-"""The store on both databases: keys, the ledger, and what a crash leaves."""
+"""The store on both databases: keys, the ledger, what it keeps of old requests, and what a crash leaves."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
-import test_gateway_quota_sync
-import test_store_days
+import test_gateway_quota
 from store_rig import NOW, Store, empty, postgres, row, store, writer_of
 
 from penstock.errors import PenstockError, UserError
@@ -23,7 +24,7 @@ from penstock.gateway.accounting.key_store import Limits, check_new_key, hash_of
 from penstock.gateway.accounting.ledger import Ledger
 from penstock.gateway.accounting.running_totals import new_totals
 from penstock.gateway.accounting.store import SCHEMA_VERSION, share
-from penstock.gateway.accounting.usage_store import FOLD_ROWS, GpuUse
+from penstock.gateway.accounting.usage_store import DAY_S, FOLD_ROWS, GpuUse, Grouping, Row, day_of
 from penstock.gateway.cost import SLOT_S
 
 __all__ = ["postgres", "store"]  # the fixtures
@@ -46,9 +47,8 @@ def test_names_of_valid_keys_are_unique_and_a_revoked_one_is_free(store: Store) 
     with pytest.raises(UserError, match="there is one of that name"):
         store.keys.create("alice", Limits(), NOW)
     assert store.keys.revoke("alice", NOW + 1).revoked_at == NOW + 1
-    other = Store(store.place)  # another process, which sees what this one wrote
-    again, _ = other.keys.create("alice", Limits(), NOW + 2)
-    other.close()
+    with Store(store.place) as other:  # another process, which sees what this one wrote
+        again, _ = other.keys.create("alice", Limits(), NOW + 2)
     assert [key.id for key in store.keys.all()] == [first.id, again.id]
     assert store.keys.find("alice") == again
     with pytest.raises(UserError, match='cannot find key "alce"') as caught:
@@ -97,11 +97,15 @@ def test_usage_is_summed_by_what_is_asked(store: Store) -> None:
     assert store.usage.spend("2026-10") == {}
 
 
-def test_batch_that_was_written_is_not_written_again(store: Store) -> None:
+def test_batch_goes_in_whole_and_once_or_not_at_all(store: Store) -> None:
+    with pytest.raises(PenstockError) as caught:
+        store.usage.add_rows("w", [*(row(number) for number in range(70)), row(0)])
+    assert not caught.value.is_retryable
+    assert store.usage.usage(()) == []
     rows = [row(number, cost_usd=1.0) for number in range(73)]
     store.usage.add_rows("w", rows)
-    store.usage.add_rows("w", rows, is_again=True)
-    store.usage.add_rows("v", rows, is_again=True)
+    for writer in ("w", "v"):
+        store.usage.add_rows(writer, rows, is_again=True)
     assert store.usage.usage(())[0].n_requests == 146
     assert store.usage.spend("2026-09") == {"k": 146.0}
 
@@ -125,69 +129,41 @@ def test_many_rows_are_folded_and_unfolded_once(tmp_path: Path) -> None:
     opened.close()
 
 
-def test_batch_goes_in_whole_or_not_at_all(store: Store) -> None:
-    with pytest.raises(PenstockError) as caught:
-        store.usage.add_rows("w", [*(row(number) for number in range(70)), row(0)])
-    assert not caught.value.is_retryable
-    assert store.usage.usage(()) == []
-    store.usage.add_rows("w", [row(0)])
-
-
 @pytest.mark.postgres
 def test_postgres_keeps_what_sqlite_keeps_and_is_found_again(postgres: str) -> None:
     """All that is tested on a store, on one server."""
-    for module in (sys.modules[__name__], test_store_days):
-        for name, test in vars(module).items():
-            if name.startswith("test_") and "store" in getattr(test, "__annotations__", ()):
-                opened = empty(postgres)
+    for name, test in globals().copy().items():
+        if name.startswith("test_") and "store" in getattr(test, "__annotations__", ()):
+            with empty(postgres) as opened:
                 test(opened)
-                opened.close()
     empty(postgres).close()
-    test_store_days.prune_at_once(postgres)
+    prune_at_once(postgres)
     empty(postgres).close()
-    test_gateway_quota_sync.test_two_ledgers_sync_totals_by_their_store(postgres)
-    find_ledger_again(postgres)
-    find_again(postgres)
-
-
-def find_again(postgres: str) -> None:
-    opened, other = Store(postgres), Store(postgres)
-    pid = opened.database.all("SELECT pg_backend_pid()", ())[0][0]
-    other.database.all("SELECT pg_terminate_backend(?)", (pid,))
-    with pytest.raises(PenstockError):
-        opened.usage.add_rows("again", [row(1)])
-    opened.usage.add_rows("again", [row(1)], is_again=True)
-    assert opened.keys.revision() == other.keys.revision()
-    opened.close()
-    other.close()
-
-
-def find_ledger_again(postgres: str) -> None:
-    totals, store = new_totals(), Store(postgres)
-    ledger = Ledger(postgres, totals)
+    test_gateway_quota.test_two_ledgers_sync_totals_by_their_store(postgres)
+    totals = new_totals()
+    ledger, pid = Ledger(postgres, totals), "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
     totals["key:k:requests"].own = 1
     ledger._turn()
-    pids = (
-        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND datname IS NOT NULL"
-    )
-    store.database.all(pids)
-    failures = []
-    for _ in range(2):
-        ledger._turn()
-        failures.append(writer_of(ledger).is_failing)
-    assert failures == [True, False]
-    ledger.close()
-    store.close()
+    with Store(postgres) as opened, Store(postgres) as other:
+        other.database.all(f"{pid} WHERE pid <> pg_backend_pid() AND datname IS NOT NULL")
+        failures = []
+        for _ in range(2):
+            ledger._turn()
+            failures.append(writer_of(ledger).is_failing)
+        assert failures == [True, False]
+        ledger.close()
+        with pytest.raises(PenstockError):
+            opened.usage.add_rows("again", [row(1)])
+        opened.usage.add_rows("again", [row(1)], is_again=True)
+        assert opened.keys.revision() == other.keys.revision()
 
 
 def test_file_is_private_and_newer_schemas_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
-    opened = Store(str(path))
-    opened.keys.create("a", Limits(), NOW)
-    for file in tmp_path.iterdir():
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    opened.database.execute("UPDATE meta SET value = ? WHERE name = 'schema'", (SCHEMA_VERSION + 1,))
-    opened.close()
+    with Store(str(path)) as opened:
+        opened.keys.create("a", Limits(), NOW)
+        assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {0o600}
+        opened.database.execute("UPDATE meta SET value = ? WHERE name = 'schema'", (SCHEMA_VERSION + 1,))
     with pytest.raises(UserError, match=f"schema is version {SCHEMA_VERSION + 1}"):
         Store(str(path))
 
@@ -245,9 +221,8 @@ def test_kill_loses_at_most_the_last_second_and_breaks_nothing(tmp_path: Path) -
         lines = [line.split() for line in (first + writer.communicate()[0]).splitlines() if line.count(" ") == 1]
         with contextlib.closing(sqlite3.connect(place)) as connection:
             assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-        opened = Store(place)
-        n_rows = opened.usage.usage(())[0].n_requests
-        opened.close()
+        with Store(place) as opened:
+            n_rows = opened.usage.usage(())[0].n_requests
         n_safe = max((int(number) for at, number in lines if float(at) < killed_at - 1.0), default=0)
         assert n_safe <= n_rows - n_before <= int(lines[-1][1])
         n_before = n_rows
@@ -258,9 +233,8 @@ def test_a_shared_store_keeps_no_log_that_machines_cannot_share(tmp_path: Path) 
     place = str(tmp_path / "s.sqlite")
     share(place)
     for _ in range(2):  # whoever opens it later leaves it so
-        opened = Store(place)
-        assert opened.database._connection.execute("PRAGMA journal_mode").fetchone()[0] == "delete"
-        opened.close()
+        with Store(place) as opened:
+            assert opened.database._connection.execute("PRAGMA journal_mode").fetchone()[0] == "delete"
 
 
 def test_the_store_keeps_the_longest_count_of_a_slot(store: Store) -> None:
@@ -270,3 +244,148 @@ def test_the_store_keeps_the_longest_count_of_a_slot(store: Store) -> None:
     store.usage.put_gpu_time({(at, "n"): (1.0, 1.0)}, None)
     assert store.usage.gpu_time() == {"m": GpuUse(210.0, 100.0, 210.0), "n": GpuUse(1.0, 1.0, None)}
     assert store.usage.gpu_time(at + 1) == {"m": GpuUse(10.0, 0.0, 10.0)}
+
+
+# Old requests: their sums, day for day.
+
+
+MIDNIGHT = NOW // DAY_S * DAY_S
+GROUPINGS: tuple[Grouping, ...] = get_args(Grouping)
+GROUPED: tuple[tuple[Grouping, ...], ...] = ((), ("key",), ("model", "day"), GROUPINGS)
+
+
+def old_rows(n_rows: int) -> list[Row]:
+    """Of three days before MIDNIGHT, of two keys and all kinds; one in three has a price."""
+    return [
+        row(
+            number,
+            at=MIDNIGHT - 3 * DAY_S + number * 3 * DAY_S / n_rows,
+            key_id=f"k{number % 2}",
+            replica=str(number % 5 % 2),
+            state="complete" if number % 7 else "refused",
+            cost_usd=None if number % 3 else 0.25,
+            is_estimate=int(number % 4 == 0),
+        )
+        for number in range(n_rows)
+    ]
+
+
+def test_pruning_changes_no_sum_and_no_budget(store: Store) -> None:
+    key, _ = store.keys.create("alice", Limits(), NOW)
+    store.usage.add_rows("w", old_rows(200))
+    young = [row(0, at=MIDNIGHT, key_id=key.id, cost_usd=1.0), row(1, at=MIDNIGHT - 1, key_id=key.id)]
+    store.usage.add_rows("v", young)
+    usage, spent = [store.usage.usage(by) for by in GROUPED], store.usage.spend("2026-09")
+    assert spent == {"k0": 8.5, "k1": 8.25, key.id: 1.0}
+    # Not whole days: 201 rows are older than the midnight before.
+    assert [store.usage.prune(MIDNIGHT + 3600, n_rows_max=64) for _ in range(5)] == [64, 64, 64, 9, 0]
+    assert store.database.all("SELECT count(*) FROM requests") == [(1,)]
+    assert ([store.usage.usage(by) for by in GROUPED], store.usage.spend("2026-09")) == (usage, spent)
+    # Late rows of a day that was pruned are added to it.
+    store.usage.add_rows("late", [row(0, at=MIDNIGHT - 5, key_id="k0", cost_usd=0.5)])
+    n_before = {line.group: line.n_requests for line in store.usage.usage(("day",))}
+    assert store.usage.prune(MIDNIGHT) == 1
+    assert {line.group: line.n_requests for line in store.usage.usage(("day",))} == n_before
+    assert store.usage.spend("2026-09")["k0"] == 9.0
+    assert sum(line.cost_usd or 0 for line in store.usage.usage(("key",))) == 18.25
+
+
+def test_pruned_days_are_told_whole_or_not_at_all(store: Store) -> None:
+    store.usage.add_rows("w", old_rows(300))
+    assert store.usage.prune(MIDNIGHT) == 300
+    day = MIDNIGHT - 2 * DAY_S
+    for since, n_requests in ((0.0, [300]), (-1e15, [300]), (day, [200]), (day + 1, [100]), (MIDNIGHT, [])):
+        assert [line.n_requests for line in store.usage.usage((), since)] == n_requests
+    assert [line.group for line in store.usage.usage(("day",))] == [(day_of(MIDNIGHT - n * DAY_S),) for n in (3, 2, 1)]
+
+
+def test_costs_nobody_knows_stay_unknown(store: Store) -> None:
+    store.usage.add_rows("w", [row(number, at=MIDNIGHT - 10 - number) for number in range(4)])
+    for _ in range(2):
+        assert store.usage.prune(MIDNIGHT, n_rows_max=2) == 2
+        assert store.usage.usage(())[0].cost_usd is None
+    store.usage.add_rows("w", [row(9, at=MIDNIGHT - 10, cost_usd=0.5)])
+    store.usage.prune(MIDNIGHT)
+    assert (store.usage.usage(())[0].cost_usd, store.usage.usage(())[0].n_requests) == (0.5, 5)
+
+
+def test_folded_batches_are_pruned_too_and_young_ones_stay_folded(tmp_path: Path) -> None:
+    opened = Store(str(tmp_path / "store.sqlite"))
+    opened.usage.add_rows("w", old_rows(FOLD_ROWS))
+    opened.usage.add_rows("w", [row(number, at=MIDNIGHT) for number in range(FOLD_ROWS, 2 * FOLD_ROWS)])
+    assert opened.usage.prune(MIDNIGHT) == FOLD_ROWS
+    assert opened.usage.prune(MIDNIGHT) == 0
+    count = "SELECT (SELECT count(*) FROM requests), (SELECT count(*) FROM folded_requests)"
+    assert opened.database.all(count) == [(0, 1)]
+    assert opened.usage.usage(())[0].n_requests == 2 * FOLD_ROWS
+    opened.close()
+
+
+def test_pruned_space_is_used_again_and_given_back(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    opened, other = Store(str(path)), Store(str(path))
+    sizes = []
+    for turn in range(3):
+        opened.usage.add_rows(f"w{turn}", old_rows(FOLD_ROWS * 8))
+        while opened.usage.prune(MIDNIGHT):
+            pass
+        opened.database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        sizes.append(path.stat().st_size)
+    assert sizes[2] <= sizes[0] * 1.2
+    opened.database.compact()
+    assert path.stat().st_size < sizes[2] / 4
+    assert other.usage.usage(())[0].n_requests == 3 * FOLD_ROWS * 8  # another one sees no seam
+    opened.close()
+    other.close()
+
+
+def prune_at_once(postgres: str) -> None:
+    """Two gateways prune, and every row is counted once."""
+    opened, other = Store(postgres), Store(postgres)
+    opened.usage.add_rows("w", old_rows(3000))
+    usage, counts = opened.usage.usage(GROUPINGS), {opened: 0, other: 0}
+
+    def prune(mine: Store) -> None:
+        while mine.database.all("SELECT count(*) FROM requests") != [(0,)]:
+            counts[mine] += mine.usage.prune(MIDNIGHT, n_rows_max=50)
+
+    threads = [threading.Thread(target=prune, args=(mine,)) for mine in counts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(counts.values()) == 3000
+    assert opened.usage.usage(GROUPINGS) == usage
+    opened.close()
+    other.close()
+
+
+_PRUNER = f"""
+import sys
+from penstock.gateway.accounting.store import connect
+from penstock.gateway.accounting.usage_store import UsageStore
+store = UsageStore(connect(sys.argv[1]))
+while store.prune({MIDNIGHT}, n_rows_max=20):
+    print("go", flush=True)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.nightly
+def test_killed_pruning_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    place = str(tmp_path / "store.sqlite")
+    opened = Store(place)
+    opened.usage.add_rows("w", old_rows(20_000))
+    usage = opened.usage.usage(GROUPINGS)
+    left = [20_000]
+    for n_steps in (1, 5, 20):
+        pruner = subprocess.Popen([sys.executable, "-c", _PRUNER, place], stdout=subprocess.PIPE, text=True)
+        assert pruner.stdout is not None
+        for _ in range(n_steps):
+            assert pruner.stdout.readline() == "go\n"
+        pruner.send_signal(signal.SIGKILL)
+        pruner.communicate()
+        left.append(opened.database.all("SELECT count(*) FROM requests")[0][0])
+        assert opened.usage.usage(GROUPINGS) == usage
+    assert 0 < left[-1] < left[0]
+    opened.close()
