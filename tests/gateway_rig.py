@@ -26,7 +26,6 @@ EVENTS = (b'data: {"n": 1}\n\n', b'data: {"n": 2}\n\n', b"data: [DONE]\n\n")
 SSE_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 STREAM = b'{"model": "demo", "stream": true}'
 DONE = EVENTS[2]
-ENGINE_DOWN = "the engine closed the connection"
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 

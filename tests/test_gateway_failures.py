@@ -91,6 +91,8 @@ async def test_a_full_queue_and_a_model_without_replicas() -> None:
         await rig.announce("0", None, "loading", progress={"stage": "weights", "eta_s": 40})
         told = await failure((await rig.client()).post(STREAM))
         assert (told.kind, told.retry_after_s) == ("overload", 40.0)
+        status, error = await (await rig.client()).post(STREAM).error()
+        assert (status, error["code"], (await rig.view())["waiting"]) == (503, "no_replica", 0)
     async with Rig(hold_s=1.0) as rig:
         told = await failure((await rig.client()).post(STREAM, headers="x-penstock-progress: 1\r\n"))
         assert told.kind == "overload"

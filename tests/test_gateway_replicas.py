@@ -163,31 +163,24 @@ def test_names_resolve_to_declared_models_and_adapters_and_wanted_replicas_are_t
     assert table.resolve("sql") is None
 
 
-def test_model_state_and_retry_after_follow_what_replicas_announce() -> None:
-    table = ReplicaTable(MODELS)
+def test_model_state_and_what_a_request_waits_for_follow_what_replicas_announce() -> None:
+    table = ReplicaTable(MODELS, max_in_flight=1)
     assert (table.model_state("demo", 0), table.retry_after_s("demo", 0)) == ("unavailable", RETRY_AFTER_S)
-    assert table.coming_words("demo", 0) == "waiting"
-    for name, eta_s in (("a", 42.0), ("b", 20.5)):
-        progress = Progress("weights", fraction=0.45, eta_s=eta_s)
-        announce(table, 0, name, state="loading", url=None, lease_s=60, progress=progress)
+    assert (table.coming_words("demo", 0), table.waiting("demo", 0, 3)) == ("waiting", Waiting("waiting", 3))
+    announce(table, 0, "a", state="queued", url=None, lease_s=60)
+    assert table.waiting("demo", 0, 0) == Waiting("queued", 0)
+    progress = Progress("weights", 17, 30, fraction=0.45678, eta_s=42.0)
+    announce(table, 0, "b", state="loading", url=None, lease_s=60, progress=progress)
+    assert table.waiting("demo", 2.5, 3) == Waiting("loading", 3, 17, 30, 0.457, 39.5), "the one nearest to ready"
+    assert (table.coming_words("demo", 0), table.retry_after_s("demo", 10)) == ("loading 46% 42s", 32)
+    announce(table, 0, "a", state="loading", url=None, lease_s=60, progress=Progress("weights", eta_s=20.5))
     assert (table.retry_after_s("demo", 10), table.retry_after_s("demo", 50)) == (11, 1)
-    assert table.coming_words("demo", 0) in ("loading 45% 42s", "loading 45% 20s")
     assert [table.model_state("demo", now) for now in (1, 61)] == ["loading", "unavailable"]
     announce(table, 62)
     assert [table.model_state(name, 62) for name in ("demo", "other")] == ["ready", "unavailable"]
-
-
-def test_what_a_request_waits_for_is_the_replica_nearest_to_ready_or_the_queue() -> None:
-    table = ReplicaTable(MODELS, max_in_flight=1)
-    assert table.waiting("demo", 0, 3) == Waiting("waiting", 3)
-    announce(table, 0, "a", state="queued", url=None)
-    assert table.waiting("demo", 0, 0) == Waiting("queued", 0)
-    progress = Progress("weights", 17, 30, fraction=0.45678, eta_s=42.0)
-    announce(table, 0, "b", state="loading", url=None, progress=progress)
-    assert table.waiting("demo", 2.5, 3) == Waiting("loading", 3, 17, 30, 0.457, 39.5)
-    assert table.waiting("other", 0, 0) == Waiting("waiting", 0)
-    announce(table, 3, "a")
-    assert table.waiting("demo", 3, 3) == Waiting("queue", 3)
+    assert [table.waiting(name, 62, n) for name, n in (("demo", 3), ("other", 0))] == [
+        *(Waiting("queue", 3), Waiting("waiting", 0))
+    ]
 
 
 @pytest.mark.parametrize(

@@ -7,23 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from gateway_rig import (
-    CHAT,
-    DONE,
-    ENGINE_DOWN,
-    EVENTS,
-    SSE_HEAD,
-    STREAM,
-    Gate,
-    Rig,
-    Seen,
-    chunk,
-    echo,
-    error_of,
-    hang_up,
-    rig_with,
-    say,
-)
+from gateway_rig import CHAT, EVENTS, SSE_HEAD, STREAM, Gate, Rig, Seen, chunk, echo, error_of, hang_up, rig_with, say
 from virtual_loop import advance, loop
 
 from penstock.gateway import retries
@@ -245,7 +229,7 @@ async def test_a_client_that_hangs_up_at_the_last_event_has_its_whole_answer() -
     async with Rig() as rig:
         await rig.engine(gate.reply, "0")
         client = (await rig.client()).post(STREAM)
-        while DONE not in await client.reader.read(65536):
+        while EVENTS[2] not in await client.reader.read(65536):
             pass
         client.writer.close()
         other = await rig.client()
@@ -277,16 +261,16 @@ async def test_engine_death_in_a_stream_becomes_an_error_event(sent: bytes, gap:
     async with rig_with(say(data, then_close=True)) as (_, engine, client):
         _, body, is_whole = await client.post(CHAT).response()
         assert is_whole
-        assert (body.startswith(sent + gap), body.endswith(b"}\n\n" + DONE)) == (True, True)
+        assert (body.startswith(sent + gap), body.endswith(b"}\n\n" + EVENTS[2])) == (True, True)
         error = error_of(body[len(sent + gap) :])
-        assert (error["source"], error["message"]) == ("gateway", ENGINE_DOWN)
+        assert (error["source"], error["message"]) == ("gateway", "the engine closed the connection")
         assert len(engine.seen) == 1
         assert (await client.get("/health").response())[0].status == 200
 
 
 async def test_engine_death_after_done_is_no_error_and_in_another_body_closes_the_connection() -> None:
-    async with rig_with(say(SSE_HEAD + chunk(DONE), then_close=True)) as (rig, engine, client):
-        assert (await client.post(CHAT).response())[1:] == (DONE, True)
+    async with rig_with(say(SSE_HEAD + chunk(EVENTS[2]), then_close=True)) as (rig, engine, client):
+        assert (await client.post(CHAT).response())[1:] == (EVENTS[2], True)
         for head, body in ((b"Content-Length: 10", b"12345"), (b"Transfer-Encoding: chunked", b"5\r\n12345\r\n")):
             engine.reply = say(b"HTTP/1.1 200 OK\r\n%s\r\n\r\n%s" % (head, body), then_close=True)
             assert (await (await rig.client()).post(CHAT).response())[1:] == (b"12345", False)
@@ -340,7 +324,7 @@ async def test_half_closed_engine_or_garbage_in_a_stream_becomes_an_error_event(
         _, body, is_whole = await client.post(STREAM).response()
         assert is_whole
         sent = EVENTS[0] + EVENTS[1]
-        assert (body.startswith(sent), body.endswith(DONE)) == (True, True)
+        assert (body.startswith(sent), body.endswith(EVENTS[2])) == (True, True)
         error = error_of(body[len(sent) :])
         assert error["source"] == "gateway"
         assert error["message"].startswith("the engine broke HTTP") is (garbage is not None)
