@@ -99,6 +99,18 @@ class Engine:
         writer.close()
 
 
+@contextlib.asynccontextmanager
+async def started(reply: Any) -> AsyncIterator[Engine]:
+    """An engine that nobody announces."""
+    engine = Engine(reply)
+    await engine.start()
+    yield engine
+    await engine.stop()
+    for task in engine.tasks:
+        if task:
+            task.cancel()
+
+
 def error_of(event: bytes) -> dict[str, Any]:
     """The error in an error event."""
     error: dict[str, Any] = json.loads(event.removeprefix(b"data: ").partition(b"\n\n")[0])["error"]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gateway_rig import CHAT, Client, Engine, Rig, echo, rig_with, say
+from gateway_rig import CHAT, Client, Rig, echo, rig_with, say, started
 from virtual_loop import advance, loop
 
 from penstock.errors import UserError
@@ -164,9 +164,7 @@ async def test_engines_that_nobody_announces_are_asked_for_their_health() -> Non
     async def is_said_to_be(state: str) -> None:
         await rig.until(lambda view: [row["announcement"]["state"] for row in view["replicas"]] == [state])
 
-    engine = Engine(health(503))
-    await engine.start()
-    async with Rig(upstreams=(Upstream(engine.url),)) as rig:
+    async with started(health(503)) as engine, Rig(upstreams=(Upstream(engine.url),)) as rig:
         await is_said_to_be("starting")
         client = (await rig.client()).post(CHAT)  # held until the engine is well
         engine.reply = health(200)
@@ -176,9 +174,6 @@ async def test_engines_that_nobody_announces_are_asked_for_their_health() -> Non
             await is_said_to_be(state)
         await engine.stop()
         await is_said_to_be("stalled")
-    for task in engine.tasks:
-        if task:
-            task.cancel()
 
 
 @pytest.mark.parametrize("pieces", [1, 0])
