@@ -23,6 +23,7 @@ from penstock.wire.live import (
 
 AT = 1_795_384_800.0
 GIB = 2**30
+MODEL = "qwen3-235b-a22b"
 
 
 def _wave(at: float, period_s: float, phase: float = 0.0) -> float:
@@ -104,7 +105,7 @@ def _ready(at: float, number: int, host: int) -> ReplicaLive:
     now = rates(at + 97 * number)
     return ReplicaLive(
         replica=str(number),
-        model="qwen3-235b-a22b",
+        model=MODEL,
         state="ready",
         host=f"gpu-{host:02d}.cluster",
         engine="vllm",
@@ -130,7 +131,7 @@ def _loading(at: float, host: int) -> ReplicaLive:
     progress = Progress("loading weights", done, 30, 2.4e9, (30 - done) * 4.0, done / 30)
     return ReplicaLive(
         replica="3",
-        model="qwen3-235b-a22b",
+        model=MODEL,
         state="loading",
         host=f"gpu-{host:02d}.cluster",
         engine="vllm",
@@ -154,35 +155,21 @@ _EVENTS = (
     Event(AT - 400, "engine restarted", "the engine died: CUDA out of memory", "3"),
 )
 _SLOW = (
-    (24.8, 9.1, 0.0012, 0.9, 14.8, "broken", 502, "batch"),
-    (21.3, 0.0, 0.0009, 1.4, 19.9, "complete", 200, "notebook"),
-    (17.2, 7.4, 0.0011, 3.2, 6.6, "complete", 200, "website"),
-    (12.9, 0.0, 0.0008, 11.6, 1.3, "complete", 200, "batch"),
-    (9.4, 0.2, 0.2300, 0.5, 8.5, "client_gone", 200, "website"),
+    ("batch", "broken", 502, 24.8, 9.1, 0.0012, 0.9, 14.8),
+    ("notebook", "complete", 200, 21.3, 0.0, 0.0009, 1.4, 19.9),
+    ("website", "complete", 200, 17.2, 7.4, 0.0011, 3.2, 6.6),
+    ("batch", "complete", 200, 12.9, 0.0, 0.0008, 11.6, 1.3),
+    ("website", "client_gone", 200, 9.4, 0.2, 0.2300, 0.5, 8.5),
 )
 
 
 def _slow(at: float) -> tuple[SlowRequest, ...]:
-    return tuple(
-        SlowRequest(
-            at - 300 * (i + 1),
-            f"req-{7919 * (i + 3):x}c0ffee",
-            key,
-            "qwen3-235b-a22b",
-            str(i % 3),
-            outcome,
-            status,
-            took,
-            hold,
-            own,
-            first,
-            stream,
-            412 + 977 * i,
-            int(stream * 95),
-            f"{0xA3CE929D0E0E4736 + i:016x}{0x4BF92F3577B34DA6:016x}" if i % 2 == 0 else None,
-        )
-        for i, (took, hold, own, first, stream, outcome, status, key) in enumerate(_SLOW)
-    )
+    rows = []
+    for i, (key, *what) in enumerate(_SLOW):
+        request_id, n_tokens = f"req-{7919 * (i + 3):x}c0ffee", (412 + 977 * i, int(what[-1] * 95))
+        trace_id = f"{0xA3CE929D0E0E4736 + i:016x}{0x4BF92F3577B34DA6:016x}" if i % 2 == 0 else None
+        rows.append(SlowRequest(at - 300 * (i + 1), request_id, key, MODEL, str(i % 3), *what, *n_tokens, trace_id))
+    return tuple(rows)
 
 
 def snapshot(at: float = AT) -> Snapshot:
@@ -197,9 +184,9 @@ def snapshot(at: float = AT) -> Snapshot:
         slo=Attainment(1000.0, 30.0, 0.9934, 0.9716),
         cost=Cost(78.4, 2.31, 0.184, 0.92),
         keys=(
-            KeyUse("website", "qwen3-235b-a22b", 812_044, 2_931_440_120, 391_220_431, 6402.18),
-            KeyUse("batch", "qwen3-235b-a22b", 90_113, 913_220_004, 202_331_090, 2719.6),
-            KeyUse("notebook", "qwen3-235b-a22b", 1_201, 3_100_220, 901_233, 9.47),
+            KeyUse("website", MODEL, 812_044, 2_931_440_120, 391_220_431, 6402.18),
+            KeyUse("batch", MODEL, 90_113, 913_220_004, 202_331_090, 2719.6),
+            KeyUse("notebook", MODEL, 1_201, 3_100_220, 901_233, 9.47),
         ),
         slow=_slow(at),
         events=_EVENTS,

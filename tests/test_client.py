@@ -131,12 +131,6 @@ def test_times_count_from_the_request_and_speed_from_the_first_piece() -> None:
     assert burst.reply(0.6).tokens_per_s is None
 
 
-def test_half_a_surrogate_pair_is_no_text() -> None:
-    reader = StreamReader(None, None)
-    (chunk,) = reader.feed(b'data: {"choices":[{"delta":{"content":"a\\ud83d \\ud83d\\ude00"}}]}\n\n', 0.5)
-    assert isinstance(chunk, Chunk) and chunk.text == reader.answer.text == "a\ufffd \U0001f600"
-
-
 @pytest.mark.parametrize(
     ("answer", "text", "output_tokens"),
     [
@@ -182,6 +176,16 @@ def test_reasoning_comes_apart_from_the_answer_and_its_time_ends_there() -> None
     assert (reply.ttft_s, reply.reasoning_s, reply.text) == (1.0, 3.0, "ab")
 
 
+def test_cached_tokens_are_read() -> None:
+    for facts in (
+        {"usage": {"prompt_tokens": 18, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 12}}},
+        {"usage": {"prompt_tokens": 18, "prompt_tokens_details": None}, "timings": {"cache_n": 12}},  # llama.cpp's
+    ):
+        reader = StreamReader("0", None)
+        assert not [*reader.feed(b"data: " + msgspec.json.encode({"choices": []} | facts) + b"\n\n", 1.0)]
+        assert (reader.answer.reply(1.0).prompt_tokens, reader.answer.reply(1.0).cached_tokens) == (18, 12)
+
+
 CALLS = [
     {"index": 0, "id": "c1", "type": "function", "function": {"name": "weather", "arguments": ""}},
     {"index": 0, "function": {"arguments": '{"city": '}},
@@ -210,20 +214,6 @@ def test_tool_calls_grow_piece_by_piece_and_come_whole_in_the_reply() -> None:
 
 
 @pytest.mark.parametrize(
-    "facts",
-    [
-        {"usage": {"prompt_tokens": 18, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 12}}},
-        {"usage": {"prompt_tokens": 18, "prompt_tokens_details": None}, "timings": {"cache_n": 12, "prompt_n": 6}},
-    ],
-    ids=["OpenAI's", "llama.cpp's"],
-)
-def test_cached_tokens_are_read(facts: dict[str, object]) -> None:
-    reader = StreamReader("0", None)
-    assert not [*reader.feed(b"data: " + msgspec.json.encode({"choices": []} | facts) + b"\n\n", 1.0)]
-    assert (reader.answer.reply(1.0).prompt_tokens, reader.answer.reply(1.0).cached_tokens) == (18, 12)
-
-
-@pytest.mark.parametrize(
     "odd",
     [
         {"choices": [{"delta": {"content": 5, "reasoning": [1], "tool_calls": {"a": 1}}, "finish_reason": 3}]},
@@ -236,6 +226,8 @@ def test_odd_types_in_an_answer_are_passed_over(odd: dict[str, object]) -> None:
     assert not [*reader.feed(b"data: " + msgspec.json.encode(odd) + b"\n\n", 1.0)]
     reply = reader.answer.reply(1.0)
     assert (reply.text, reply.prompt_tokens, reply.model, reply.finish_reason) == ("", None, None, None)
+    half_a_pair = b'data: {"choices":[{"delta":{"content":"a\\ud83d \\ud83d\\ude00"}}]}\n\n'
+    assert [*reader.feed(half_a_pair, 1.5)] == [Chunk("a\ufffd \U0001f600", 1.5)]
 
 
 def test_a_waiting_stream_tells_what_it_waits_for_and_then_who_has_it() -> None:

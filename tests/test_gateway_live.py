@@ -135,13 +135,7 @@ def test_token_rates_are_over_the_time_between_the_nodes_readings() -> None:
     assert rates(other, history_of(*moments)).prompt_tokens_per_s is None
 
 
-def test_attainment_is_exact_at_a_bound() -> None:
-    moments = [moment(report(ttft={"0": [n, 2 * n, n], "none": [99, 0, 0]}), 5.0 * n) for n in range(10)]
-    slo = make_snapshot(moments[-1], history_of(*moments), CONFIG).slo
-    assert (slo.ttft_ms, slo.ttft_share, slo.tpot_ms, slo.tpot_share) == (1000, 0.75, 30, None)
-
-
-def test_a_snapshot_joins_announcements_reports_and_news() -> None:
+def test_a_snapshot_joins_announcements_reports_news_and_promises_and_is_bounded() -> None:
     gpu = GpuReading(0, "GPU-1", utilization=0.5, power_watts=300.0)
     machine = MachineReading('node\n"1"', gpus=(gpu, msgspec.structs.replace(gpu, utilization=None)))
     rows = view(
@@ -156,6 +150,12 @@ def test_a_snapshot_joins_announcements_reports_and_news() -> None:
     assert (made.now.gpu_use, made.now.power_watts) == (0.5, 600.0)
     assert (made.now.in_flight, made.now.waiting, made.now.n_ready, made.now.n_desired) == (4, 2, 1, 2)
     assert (made.deployment, made.phase, made.events) == ("d", "ready", NEWS.events)
+    made = make_snapshot(moment(report(), 0.0, view(*(told(f"{n}") for n in range(3000)))), LiveHistory(), CONFIG)
+    assert len(made.replicas) == MAX_REPLICAS and made.replicas[-1].replica == f"{MAX_REPLICAS - 1}"
+    assert made.now.n_ready == 3000, "totals are not bounded"
+    moments = [moment(report(ttft={"0": [n, 2 * n, n], "none": [99, 0, 0]}), 5.0 * n) for n in range(10)]
+    slo = make_snapshot(moments[-1], history_of(*moments), CONFIG).slo
+    assert (slo.ttft_ms, slo.ttft_share, slo.tpot_ms, slo.tpot_share) == (1000, 0.75, 30, None)
 
 
 def test_numbers_that_are_none_make_valid_json_of_the_promised_types() -> None:
@@ -167,13 +167,6 @@ def test_numbers_that_are_none_make_valid_json_of_the_promised_types() -> None:
     made = msgspec.json.decode(text, type=Snapshot)
     json.loads(text, parse_constant=lambda word: pytest.fail(word))
     assert (made.now.engine_waiting, made.now.gpu_use, made.replicas[0].running) == (0, 0, 0)
-
-
-def test_a_snapshot_of_thousands_of_replicas_is_bounded_and_its_totals_are_not() -> None:
-    rows = view(*(told(f"{n}") for n in range(3000)))
-    made = make_snapshot(moment(report(), 0.0, rows), LiveHistory(), CONFIG)
-    assert len(made.replicas) == MAX_REPLICAS and made.replicas[-1].replica == f"{MAX_REPLICAS - 1}"
-    assert made.now.n_ready == 3000
 
 
 def test_news_are_metrics_and_old_ones_do_not_replace_new_ones() -> None:

@@ -50,22 +50,17 @@ def test_values_of_many_parts_become_no_objects(field: str, value: bytes) -> Non
     assert (facts.model, facts.streams, facts.n_choices, facts.output_tokens_max) == ("m", False, 1, None)
 
 
-@pytest.mark.parametrize(
-    ("options", "wants_usage"),
-    [(b'{"include_usage":true}', True), (b'{"include_usage":1}', False), (b"null", False), (b"[1]", False)]
-    # Nobody reads so long ones, so nothing is asked for and nothing is taken out.
-    + [(b'{"x":"%s"}' % (b"y" * 2000), True)],
-)
-def test_usage_is_wanted_where_the_options_tell_it(options: bytes, wants_usage: bool) -> None:
-    assert facts_of(b'{"stream":true,"stream_options": %s }' % options).wants_usage is wants_usage
-
-
-@pytest.mark.parametrize(
-    ("value", "limit"),
-    [(b"7", 7), (b"0", None), (b"-1", None), (b"1.5", None), (b'"9"', None), (b"1e3", None), (b"9" * 400, 10**18 - 1)],
-)
-def test_limits_of_tokens_are_whole_numbers(value: bytes, limit: int | None) -> None:
-    assert facts_of(b'{"max_tokens":%s,"n":%s}' % (value, value)).output_tokens_max == limit
+def test_limits_of_tokens_are_whole_numbers_and_usage_is_wanted_where_the_options_tell_it() -> None:
+    for value, limit in ((b"7", 7), (b"9" * 400, 10**18 - 1), *((odd, None) for odd in (b"0", b"-1", b"1.5", b'"9"'))):
+        assert facts_of(b'{"max_tokens":%s,"n":%s}' % (value, value)).output_tokens_max == limit
+    # Nobody reads so long options, so nothing is asked for and nothing is taken out.
+    wanted, not_wanted = (
+        (b'{"include_usage":true}', b'{"x":"%s"}' % (b"y" * 2000)),
+        (b'{"include_usage":1}', b"null", b"[1]"),
+    )
+    for options in (*wanted, *not_wanted):
+        facts = facts_of(b'{"stream":true,"stream_options": %s }' % options)
+        assert facts.wants_usage is (options in wanted)
 
 
 def test_timeouts_are_read() -> None:
@@ -153,6 +148,9 @@ def test_prefix_stays_the_same_as_a_conversation_grows() -> None:
     for start in (first, system + b"," + first):
         assert prefix_of(b'{"messages":[%s]}' % start) == prefix_of(b'{"messages":[%s%s]}' % (start, later))
     assert prefix_of(b'{"messages":[%s]}' % first) != prefix_of(b'{"messages":[{"role":"user","content":"ho"}]}')
+    odd, turn = b'{"role":"system","content":"a \\"b\\", [c}"}', b'{"role": "user", "content": ["x, y", {}]}'
+    assert prefix_of(b'{"messages":[ %s ]}' % odd) == odd
+    assert prefix_of(b'{"messages":[ %s ]}' % b" ,\n".join([odd, *[turn] * 4])) == odd + turn, "and the first question"
 
 
 def test_prefix_of_prompts_is_their_beginning() -> None:
@@ -181,13 +179,3 @@ def test_field_is_replaced_where_it_stands(body: str) -> None:
     assert json.loads(replaced) == json.loads(body) | {"model": "other"}
     for hidden in (b'{"model":"m",%s"n":1}' % (b'"x":{"model":"m"},' * 10), b'{"mod\\u0065l":"m"}'):
         assert replace_field(hidden, "model", b'"other"') is None
-
-
-@pytest.mark.parametrize(("n_turns", "n_taken"), [(1, 1), (5, 2)])
-def test_prefix_is_the_instructions_and_the_first_question(n_turns: int, n_taken: int) -> None:
-    turns = [
-        b'{"role":"system","content":"a \\"b\\", [c}"}',
-        *[b'{"role": "user", "content": ["x, y", {}]}'] * (n_turns - 1),
-    ]
-    body = b'{"messages":[ %s ]}' % b" ,\n".join(turns)
-    assert prefix_of(body) == b"".join(turns[:n_taken])

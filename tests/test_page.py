@@ -36,14 +36,11 @@ def test_policy_names_the_script_and_style_of_the_document_and_no_host() -> None
     }
 
 
-def test_document_is_whole_without_inline_handlers_or_other_files() -> None:
+def test_document_is_whole_with_its_licence_and_without_inline_handlers_or_other_files() -> None:
     assert "{{" not in re.sub(r"<script>.*</script>", "", BODY, flags=re.DOTALL)
     markup = re.sub(r"<(script|style)>.*?</\1>", "", BODY, flags=re.DOTALL)
     assert not re.search(r"<[^>]+\s(on\w+|style)=", markup)
     assert re.findall(r'(?:href|src)="([^"]{0,20})', markup) == ["data:image/svg+xml,%", "#main", "metrics"]
-
-
-def test_page_gives_the_licence_of_what_it_contains() -> None:
     script = BODY[BODY.index("<script>") :]
     assert script.index("The MIT License") < script.index("var uPlot=")
     assert "Leon Sorokin" in script
