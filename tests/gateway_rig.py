@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from penstock.wire.http1 import END, Reader, ResponseHead, parse_request, parse_
 
 TOKEN = "admin-token"
 KEY = "sk-test"
+KEY_HASH = hashlib.sha256(KEY.encode()).hexdigest()
 CHAT = b'{"model": "demo", "messages": []}'
 EVENTS = (b'data: {"n": 1}\n\n', b'data: {"n": 2}\n\n', b"data: [DONE]\n\n")
 SSE_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"

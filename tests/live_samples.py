@@ -165,10 +165,11 @@ _SLOW = (
 
 def _slow(at: float) -> tuple[SlowRequest, ...]:
     rows = []
-    for i, (key, *what) in enumerate(_SLOW):
-        request_id, n_tokens = f"req-{7919 * (i + 3):x}c0ffee", (412 + 977 * i, int(what[-1] * 95))
+    for i, (key, outcome, status, took, hold, own, first, stream) in enumerate(_SLOW):
+        who, times = (f"req-{7919 * (i + 3):x}c0ffee", key, MODEL, str(i % 3)), (took, hold, own, first, stream)
+        n_tokens = (412 + 977 * i, int(stream * 95))
         trace_id = f"{0xA3CE929D0E0E4736 + i:016x}{0x4BF92F3577B34DA6:016x}" if i % 2 == 0 else None
-        rows.append(SlowRequest(at - 300 * (i + 1), request_id, key, MODEL, str(i % 3), *what, *n_tokens, trace_id))
+        rows.append(SlowRequest(at - 300 * (i + 1), *who, outcome, status, *times, *n_tokens, trace_id))
     return tuple(rows)
 
 

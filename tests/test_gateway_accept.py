@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import pytest
-from gateway_rig import CHAT, EVENTS, KEY, SSE_HEAD, TOKEN, Client, Gate, Rig, Seen, chunk, echo, rig_with, say, started
+from gateway_rig import (
+    CHAT,
+    EVENTS,
+    KEY,
+    KEY_HASH,
+    SSE_HEAD,
+    TOKEN,
+    Client,
+    Gate,
+    Rig,
+    Seen,
+    chunk,
+    echo,
+    rig_with,
+    say,
+    started,
+)
 from virtual_loop import advance, loop
 
 from penstock import __version__
@@ -148,11 +163,10 @@ async def test_unroutable_requests_get_openai_errors() -> None:
     "header", [f"Authorization: Bearer {KEY}", f"authorization: bearer {KEY}", f"x-api-key: {KEY}"]
 )
 async def test_key_is_asked_for_and_not_passed_on(header: str) -> None:
-    hashes = (hashlib.sha256(KEY.encode()).hexdigest(),)
-    async with rig_with(echo, auth="keys", key_hashes=hashes) as (_, engine, client):
+    async with rig_with(echo, auth="keys", key_hashes=(KEY_HASH,)) as (_, engine, client):
         wrongs = ("", f"{header}x\r\n", f"Authorization: Basic {KEY}\r\n", f"Authorization: {KEY}\r\n")
         for path in ("/v1/models", "/metrics", "/nothing"):
-            for wrong in (*wrongs, f"Authorization: Bearer {hashes[0]}\r\n", "Authorization: Bearer \r\n"):
+            for wrong in (*wrongs, f"Authorization: Bearer {KEY_HASH}\r\n", "Authorization: Bearer \r\n"):
                 status, error = await client.get(path, wrong).error()
                 assert (status, error["code"]) == (401, "invalid_api_key")
         assert (await client.get("/health").response())[0].status == 200
@@ -267,8 +281,7 @@ async def test_without_keys_no_other_sites_page_may_use_the_engines() -> None:
                 assert head.status == status, host
                 assert status == 200 or json.loads(body)["error"]["code"] == "site_not_allowed"
         assert len(engine.seen) == n_served + 5
-    hashes = (hashlib.sha256(KEY.encode()).hexdigest(),)
-    async with rig_with(echo, auth="keys", key_hashes=hashes) as (_, _, client):
+    async with rig_with(echo, auth="keys", key_hashes=(KEY_HASH,)) as (_, _, client):
         headers = f"Authorization: Bearer {KEY}\r\nOrigin: https://evil.example\r\n"
         head, _, _ = await client.post(CHAT, headers=headers).response()
         assert (head.status, head.get(b"access-control-allow-origin")) == (200, b"*")
@@ -337,8 +350,8 @@ async def test_every_answer_has_a_date_an_id_and_a_time_and_head_has_no_body() -
         assert [value for name, value in head.headers if name == b"date"] == [b"mine"]
         for path, reply in (
             ("/v1/x", engine.reply),
-            ("/v1/x", say(SSE_HEAD + chunk(b"ok") + b"0\r\n\r\n")),
-            ("/health", None),
+            ("/v1/x", say(SSE_HEAD + chunk(b"ok"))),
+            ("/health", engine.reply),
         ):
             engine.reply = reply
             client.get(path, method="HEAD").get("/health", "Connection: close\r\n")
@@ -349,8 +362,7 @@ async def test_every_answer_has_a_date_an_id_and_a_time_and_head_has_no_body() -
 
 
 async def test_people_and_probes_find_what_they_look_for() -> None:
-    hashes = (hashlib.sha256(KEY.encode()).hexdigest(),)
-    async with rig_with(echo, auth="keys", key_hashes=hashes) as (_, _, client):
+    async with rig_with(echo, auth="keys", key_hashes=(KEY_HASH,)) as (_, _, client):
         head, body, _ = await client.get("/").response()
         assert (head.status, head.get(b"content-type"), b"/v1" in body) == (200, b"text/html; charset=utf-8", True)
         for method in ("GET", "POST"):

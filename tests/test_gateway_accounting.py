@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_rig import CHAT, KEY, SSE_HEAD, Gate, Rig, Seen, chunk, hang_up, rig_with, say
+from gateway_rig import CHAT, KEY, KEY_HASH, SSE_HEAD, Gate, Rig, Seen, chunk, hang_up, rig_with, say
 from gateway_rig import TOKEN as ADMIN
 from store_rig import NOW, Store, row, writer_of
 from virtual_loop import advance, loop
@@ -327,8 +327,7 @@ async def test_key_that_ends_while_the_body_comes_is_refused(place: str, path: s
 
 async def test_key_expires_and_the_configs_own_key_stays_valid(place: str) -> None:
     secret = make_key(place, expires_at=NOW + 60)
-    hashes = (hashlib.sha256(KEY.encode()).hexdigest(),)
-    async with rig_with(say(ANSWER), store=place, auth="keys", key_hashes=hashes) as (rig, _, _):
+    async with rig_with(say(ANSWER), store=place, auth="keys", key_hashes=(KEY_HASH,)) as (rig, _, _):
         assert await statuses(rig, secret, 1) == [200]
         await advance(60)
         assert await statuses(rig, secret, 1) == [401]

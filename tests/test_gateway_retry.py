@@ -18,7 +18,7 @@ from penstock.wire.http1 import RequestHead
 FAILURE = b'{"error": {"message": "EngineCore encountered an issue"}}'
 
 
-async def test_dead_replica_costs_one_retry_elsewhere() -> None:
+async def test_dead_replica_costs_one_retry_elsewhere_and_a_deadly_request_is_sent_twice_at_most() -> None:
     async with Rig() as rig:
         bad, good = await rig.engine(hang_up, "bad"), await rig.engine(echo, "good")
         client = await rig.client()
@@ -26,6 +26,15 @@ async def test_dead_replica_costs_one_retry_elsewhere() -> None:
             head, body, _ = await client.post(CHAT).response()
             assert (head.status, body, head.get(b"x-penstock-replica")) == (200, CHAT, b"good")
         assert (len(good.seen), 0 < len(bad.seen) <= 4) == (4, True)
+    async with rig_with(hang_up) as (rig, engine, client):  # a request that kills engines
+        status, error = await client.post(CHAT).error()
+        assert (status, error["code"], error["type"]) == (502, "upstream_failed", "server_error")
+        assert len(engine.seen) == 2
+        assert 'penstock_requests_total{model="demo",outcome="broken"} 1\n' in await client.metrics()
+        assert (await rig.view())["in_flight_total"] == 0
+        for data in (b"SSH-2.0-OpenSSH\r\n\r\n", SSE_HEAD + b"no chunk\r\n"):  # which is not HTTP
+            await rig.engine(say(data))
+            assert (await client.post(CHAT).error())[0] == 502
 
 
 async def test_lost_keep_alive_connection_costs_a_fresh_one() -> None:
@@ -39,15 +48,6 @@ async def test_lost_keep_alive_connection_costs_a_fresh_one() -> None:
         for _ in range(2):
             assert (await client.post(CHAT).response())[1] == CHAT
         assert (len(engine.seen), engine.n_connections) == (3, 2)
-
-
-async def test_request_that_kills_engines_is_sent_twice_at_most() -> None:
-    async with rig_with(hang_up) as (rig, engine, client):
-        status, error = await client.post(CHAT).error()
-        assert (status, error["code"], error["type"]) == (502, "upstream_failed", "server_error")
-        assert len(engine.seen) == 2
-        assert 'penstock_requests_total{model="demo",outcome="broken"} 1\n' in await client.metrics()
-        assert (await rig.view())["in_flight_total"] == 0
 
 
 async def test_replica_that_refuses_connections_is_passed_over_until_it_announces() -> None:
@@ -275,12 +275,6 @@ async def test_engine_death_after_done_is_no_error_and_in_another_body_closes_th
             engine.reply = say(b"HTTP/1.1 200 OK\r\n%s\r\n\r\n%s" % (head, body), then_close=True)
             assert (await (await rig.client()).post(CHAT).response())[1:] == (b"12345", False)
             assert (await rig.view())["in_flight_total"] == 0
-
-
-async def test_engine_that_does_not_speak_http_gives_502() -> None:
-    for data in (b"SSH-2.0-OpenSSH\r\n\r\n", SSE_HEAD + b"no chunk\r\n"):
-        async with rig_with(say(data)) as (_, _, client):
-            assert (await client.post(CHAT).error())[0] == 502
 
 
 async def test_bug_in_a_handler_does_not_leave_the_client_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,29 +44,19 @@ async def test_a_client_hears_of_a_silence_between_events(events: tuple[bytes, .
         await hears(client, events[2], is_end=True)
 
 
-async def test_a_stream_that_the_engine_has_not_begun_begins_with_the_first_word() -> None:
-    gate = Gate(b"", SSE_HEAD + chunk(EVENTS[0]) + chunk(EVENTS[2]) + b"0\r\n\r\n")
-    async with rig_with(gate.reply) as (_, engine, client):
-        client.post(STREAM, headers="Accept-Encoding: gzip\r\n")
-        await gate.reached.wait()
-        await advance(KEEP_ALIVE_S)
-        assert (await begun(client)).get(b"x-penstock-replica") == b"none"
-        await hears(client, KEEP_ALIVE)
-        gate.opened.set()
-        await hears(client, EVENTS[0], EVENTS[2], is_end=True)
-        assert engine.seen[0].head.get(b"accept-encoding") is None, "what is added to must not be compressed"
-
-
 @pytest.mark.parametrize("is_refused", [True, False])
-async def test_what_began_with_a_word_is_still_sent_elsewhere_and_a_refusal_becomes_an_event(is_refused: bool) -> None:
+async def test_what_began_with_our_word_is_still_sent_elsewhere_and_a_refusal_becomes_an_event(
+    is_refused: bool,
+) -> None:
     refusal = b'{"error":{"message":"too long"}}'
     answer = b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n%s" % (len(refusal), refusal)
     gate = Gate(b"", answer if is_refused else b"")
-    async with rig_with(gate.reply) as (rig, _, client):
-        client.post(STREAM)
+    async with rig_with(gate.reply) as (rig, engine, client):
+        client.post(STREAM, headers="Accept-Encoding: gzip\r\n")
         await gate.reached.wait()
+        assert engine.seen[0].head.get(b"accept-encoding") is None, "what is added to must not be compressed"
         await advance(KEEP_ALIVE_S)
-        await begun(client)
+        assert (await begun(client)).get(b"x-penstock-replica") == b"none"
         await hears(client, KEEP_ALIVE)
         await rig.engine(say(SSE_HEAD + chunk(EVENTS[2]) + b"0\r\n\r\n"), "1")
         gate.opened.set()

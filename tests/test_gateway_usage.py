@@ -81,10 +81,7 @@ def test_stream_that_asked_itself_is_only_watched() -> None:
     for piece in (stream(ROLE, TOKEN), stream(USAGE)[:50], stream(USAGE)[50:] + stream(DONE)):
         torn.feed(piece, False)
     assert torn.usage() == TOLD
-
-
-def test_responses_events_are_counted_by_their_deltas() -> None:
-    watch = StreamWatch(b".delta\n")
+    watch = StreamWatch(b".delta\n")  # events of responses are counted by their deltas
     watch.feed(b"event: response.created\ndata: {}\n\n", False)
     watch.feed(b'event: response.output_text.delta\ndata: {"delta":"a"}\n\n', False)
     end = b'event: response.completed\ndata: {"response":{"usage":{"input_tokens":5,"output_tokens":1,'
