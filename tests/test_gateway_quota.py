@@ -333,13 +333,11 @@ def test_two_ledgers_sync_totals_by_their_store(place: str) -> None:
     for ledger in ledgers:
         ledger._turn()
     assert sum(second.take(now, 0) is None for _ in range(70)) <= 1
-    store = Store(place)
-    names = {row[1] for row in store.usage.others_counts("", 60.0, are_all=False)}
-    assert names == {"", "key:k:requests", "key:k:at_once"}
-    store.usage.forget_gateways(86400.0)
-    assert len({row[0] for row in store.usage.others_counts("", 60.0, are_all=True)}) == 2
-    store.usage.forget_gateways(-1.0)
-    assert store.usage.others_counts("", 60.0, are_all=True) == []
-    store.close()
+    with Store(place) as store:
+        names = {row[1] for row in store.usage.others_counts("", 60.0, are_all=False)}
+        assert names == {"", "key:k:requests", "key:k:at_once"}
+        for silent_s, n_gateways in ((86400.0, 2), (-1.0, 0)):
+            store.usage.forget_gateways(silent_s)
+            assert len({row[0] for row in store.usage.others_counts("", 60.0, are_all=True)}) == n_gateways
     for ledger in ledgers:
         ledger.close()

@@ -228,6 +228,9 @@ def test_ejections_grow_and_are_bounded() -> None:
         lengths.append(record.ejected_until - now)
         now = record.ejected_until
     assert lengths == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    failures = [record.fail_for(client) for client in (b"a", b"a", b"b")]  # answers that several clients got in a row
+    record.succeed()
+    assert [*failures, record.fail_for(b"b")] == [False, False, True, False]
 
 
 def test_returning_replica_gets_its_share_slowly() -> None:

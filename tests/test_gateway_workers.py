@@ -237,9 +237,10 @@ def test_gateway_that_was_stopped_whole_goes_on_with_its_workers(tmp_path: Path)
 @pytest.mark.processes
 @pytest.mark.nightly
 def test_a_client_that_asks_one_after_the_other_is_never_over_a_limit_at_once(tmp_path: Path) -> None:
-    store = Store(str(tmp_path / "store.sqlite"))
-    _, key = store.keys.create("alice", Limits(concurrency=1, tpm=10**6), time.time())
-    with workers(tmp_path, 2, "--auth", "keys", "--store", store.place) as gateway:
+    place = str(tmp_path / "store.sqlite")
+    with Store(place) as store:
+        _, key = store.keys.create("alice", Limits(concurrency=1, tpm=10**6), time.time())
+    with workers(tmp_path, 2, "--auth", "keys", "--store", place) as gateway:
         # Both workers have some of these connections; each request goes by the next one.
         clients = [http.client.HTTPConnection(gateway.listen.removeprefix("http://")) for _ in range(8)]
         statuses = []
@@ -253,13 +254,10 @@ def test_a_client_that_asks_one_after_the_other_is_never_over_a_limit_at_once(tm
         assert statuses == [200] * 80
         for client in clients:
             client.close()
-    store.close()
 
 
 def is_free(address: str) -> bool:
-    with socket.socket() as sock, contextlib.suppress(OSError):
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))):
         return True
     return False
 
