@@ -8,6 +8,25 @@ connection closed, before a request in it is complete.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+from penstock.wire.http1 import Reader
+
+
+def read_all(reader: Reader[Any], pieces: Iterable[bytes], events: list[Any] | None = None) -> list[Any]:
+    """Heads, whole bodies and ENDs; neighbouring body pieces are joined. `events`: where those before an error stay."""
+    events = [] if events is None else events
+    for piece in pieces:
+        reader.feed(piece)
+        while (event := reader.next_event()) is not None:
+            if isinstance(event, bytes) and events and isinstance(events[-1], bytes):
+                events[-1] += event
+            else:
+                events.append(event)
+    return events
+
+
 _POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 _SMUGGLED = b"GET /v1/models?smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n"
 _BODY = b'{"model":"demo"}'

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import pytest
-from smuggling import CORPUS
+from smuggling import CORPUS, read_all
 
 from penstock.wire import http1
 from penstock.wire.http1 import END, ProtocolError, Reader, RequestHead, ResponseHead
-
-
-def read_all(reader: Reader[Any], pieces: Iterable[bytes]) -> list[Any]:
-    """Heads, whole bodies and ENDs; neighbouring body pieces are joined."""
-    events: list[Any] = []
-    for piece in pieces:
-        reader.feed(piece)
-        while (event := reader.next_event()) is not None:
-            if isinstance(event, bytes) and events and isinstance(events[-1], bytes):
-                events[-1] += event
-            else:
-                events.append(event)
-    return events
 
 
 def whole(data: bytes) -> list[bytes]:

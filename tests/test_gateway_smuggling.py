@@ -12,7 +12,7 @@ import pytest
 from gateway_rig import CHAT, Rig, echo, rig_with
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from smuggling import CORPUS
+from smuggling import CORPUS, read_all
 from virtual_loop import loop
 
 from penstock.gateway.connections.client import ClientConnection
@@ -22,16 +22,9 @@ from penstock.wire.http1 import END, ProtocolError, Reader, parse_request
 
 def events_of(data: bytes, n_bytes: int) -> tuple[list[Any], int | None]:
     """Events of `data` in pieces of `n_bytes` until the reader refuses; body pieces are joined."""
-    reader = Reader(parse_request)
     events: list[Any] = []
     try:
-        for at in range(0, len(data), n_bytes):
-            reader.feed(data[at : at + n_bytes])
-            while (event := reader.next_event()) is not None:
-                if isinstance(event, bytes) and events and isinstance(events[-1], bytes):
-                    events[-1] += event
-                else:
-                    events.append(event)
+        read_all(Reader(parse_request), (data[at : at + n_bytes] for at in range(0, len(data), n_bytes)), events)
     except ProtocolError as error:
         # Of a body that breaks in the middle, the pieces before it may or may not have come out.
         return events[:-1] if events and isinstance(events[-1], bytes) else events, error.status
