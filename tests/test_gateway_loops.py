@@ -125,8 +125,8 @@ async def test_the_engine_gets_our_span_as_its_parent(loop_factory: object, tmp_
         rig_with(reply, traces=Traces(collector.url), access_log=str(log)) as (rig, engine, client),
     ):
         state = "tracestate: a=1\r\n"
-        for lines in (f"{VALID}\r\n{state}user-agent: me\r\n", f"broken\r\n{state}", f"{VALID[:-1]}0\r\n"):
-            await client.post(STREAM, headers=f"traceparent: {lines}").response()
+        for more in (f"{VALID}\r\n{state}user-agent: me\r\n", f"broken\r\n{state}", f"{VALID[:-1]}0\r\n"):
+            await client.post(STREAM, headers=f"traceparent: {more}").response()
         await rig.stop()
         bodies = [json.loads(seen.body) for seen in collector.seen]
         spans = [span for body in bodies for span in body["resourceSpans"][0]["scopeSpans"][0]["spans"]]
