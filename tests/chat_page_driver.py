@@ -1,16 +1,22 @@
-"""A person in front of the chat page, in Chromium: what the browser tests do, by what is on the screen."""
+"""A person in front of the chat page, in Chromium: what the browser tests do, by what is on the screen.
+
+A module of tests that imports the fixtures has one browser and one process of the page.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from axe_playwright_python.sync_playwright import Axe
-from chat_page_rig import ChatPage
-from chromium import WAIT_S
+from chat_page_rig import ChatPage, chat_page
+from chromium import WAIT_S, chromium
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, Request, expect
+from waiting import until
 
 WIDE, PHONE = {"width": 1360, "height": 900}, {"width": 360, "height": 740}
 # Whether the browser's database has the end of this tab's conversation. One without turns is not kept.
@@ -73,7 +79,7 @@ class Chat:
     def wait_kept(self, text: str | None = None) -> None:
         """Until what this tab has outlives it; `text`: of the answer that grows."""
         if text is not None:
-            self.rig.wait_until(lambda: self.leaf["text"] == text, f"{text!r} has come")
+            until(lambda: self.leaf["text"] == text, f"{text!r} has come")
         self.page.wait_for_function(_IS_KEPT)
 
     @property
@@ -168,3 +174,29 @@ def log_in(browser: Browser, rig: ChatPage, name: str = "ann") -> list[Any]:
         assert "key=" not in page.url
         cookies: list[Any] = context.cookies()
         return cookies
+
+
+@pytest.fixture(scope="module", name="browser")
+def browser_fixture() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module", name="rig")
+def rig_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatPage]:
+    with chat_page(tmp_path_factory.mktemp("chat-page")) as rig:
+        yield rig
+
+
+@pytest.fixture(scope="module", name="cookies")
+def cookies_fixture(browser: Browser, rig: ChatPage) -> list[Any]:
+    """Of somebody who is logged in."""
+    return log_in(browser, rig)
+
+
+@pytest.fixture(name="people")
+def people_fixture(browser: Browser, rig: ChatPage, cookies: list[Any]) -> Iterator[People]:
+    rig.answers.clear()
+    rig.engine.asked.clear()
+    with People(browser, rig, cookies) as people:
+        yield people

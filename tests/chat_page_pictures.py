@@ -71,11 +71,7 @@ def converse(browser: Browser, rig: ChatPage, is_dark: bool) -> None:
 
 
 def main() -> None:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        chat_page(Path(folder), title="qwen") as rig,
-        chromium() as browser,
-    ):
+    with tempfile.TemporaryDirectory() as folder, chat_page(Path(folder), title="qwen") as rig, chromium() as browser:
         script(rig)
         for is_dark in (False, True):
             converse(browser, rig, is_dark)

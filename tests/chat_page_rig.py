@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from gateway_rig import DONE, SSE_HEAD, TOKEN, Rig, Seen, chunk
+from waiting import left_s, until
 
 from penstock.chat.page.config import PageConfig
 from penstock.gateway.accounting import store
@@ -35,8 +35,6 @@ from penstock.hardware.network import free_port
 from penstock.spec.gateway import Price
 
 MODEL = "demo"
-START_S = 180.0  # importing Gradio takes 5 seconds of CPU, and the tests of a run share two cores
-SOON_S = 90.0
 PRICE = Price(input=1.0, output=2.0, cached=0.5)
 
 Result = TypeVar("Result")
@@ -187,7 +185,7 @@ class ChatPage:
 
     def do(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """In the loop of gateway and engine."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(SOON_S)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(left_s())
 
     def start_gateway(self, *, is_ready: bool = True, **changes: Any) -> None:
         """A gateway at the same address, with the engine as its replica "0"."""
@@ -273,10 +271,13 @@ class ChatPage:
         with self.log.open("ab") as log:
             argv = [sys.executable, "-m", "penstock.chat.page", str(path)]
             self.process = subprocess.Popen(argv, stdout=log, stderr=log, process_group=0)
-        end = time.monotonic() + START_S
-        while not self.is_up():
-            assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()[-4000:]
-            time.sleep(0.05)
+        process = self.process
+
+        def answers() -> bool:
+            assert process.poll() is None, self.log.read_text()[-4000:]
+            return self.is_up()
+
+        until(answers, "the page answers")
 
     def is_up(self) -> bool:
         with contextlib.suppress(OSError):
@@ -292,20 +293,14 @@ class ChatPage:
 
     def wait_for_asked(self, n: int) -> Asked:
         """The last of `n` requests at the engine."""
-        self.wait_until(lambda: len(self.engine.asked) >= n, f"{n} requests at the engine")
+        until(lambda: len(self.engine.asked) >= n, f"{n} requests at the engine")
         return self.engine.asked[n - 1]
-
-    def wait_until(self, is_so: Any, what: str, timeout_s: float = SOON_S) -> None:
-        end = time.monotonic() + timeout_s
-        while not is_so():
-            assert time.monotonic() < end, f"expected within {timeout_s:.0f} s: {what}"
-            time.sleep(0.01)
 
     def end(self) -> None:
         self.kill_page()
         self.stop_gateway()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(SOON_S)
+        self._thread.join(left_s())
 
 
 @contextlib.contextmanager

@@ -127,9 +127,8 @@ def test_markdown_has_the_branch_that_is_shown() -> None:
     calls = (ToolCall("find", "{}"),)
     turn = Turn("a9", "q9", "assistant", "yes", reasoning="hm", reasoning_s=3.2, tool_calls=calls)
     text = to_markdown(chats.answer(conversation, turn))
-    assert text.startswith(
-        "## system\n\nwhisper\n\n## user\n\nnew\n\n## assistant\n\n<details><summary>Reasoning, 3.2 s"
-    )
+    start = "## system\n\nwhisper\n\n## user\n\nnew\n\n## assistant\n\n<details><summary>Reasoning, 3.2 s"
+    assert text.startswith(start)
     assert text.endswith("Tool call `find`:\n\n```json\n{}\n```\n\nyes\n") and "old" not in text
 
 
@@ -161,13 +160,11 @@ def check(conversation: Conversation) -> None:
     assert back == conversation and [*back.turns] == [*conversation.turns]
 
 
+STEPS = ["ask", "answer", "edit", "retry", "delete", "choose", "drop"]
+
+
 @hypothesis_settings(max_examples=60)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["ask", "answer", "edit", "retry", "delete", "choose", "drop"]), st.integers(0, 30)),
-        max_size=25,
-    )
-)
+@given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 30)), max_size=25))
 def test_any_sequence_keeps_the_tree_sound(steps: list[tuple[str, int]]) -> None:
     conversation = chats.begin("c", 0.0, Settings(system="s"))
     for place, (step, number) in enumerate(steps):
@@ -191,9 +188,10 @@ def test_any_sequence_keeps_the_tree_sound(steps: list[tuple[str, int]]) -> None
         check(conversation)
 
 
-@given(
-    st.text(LETTERS), st.floats(0, 1e9), st.dictionaries(st.text(LETTERS, max_size=5), st.integers(-9, 9), max_size=2)
-)
+EXTRA = st.dictionaries(st.text(LETTERS, max_size=5), st.integers(-9, 9), max_size=2)
+
+
+@given(st.text(LETTERS), st.floats(0, 1e9), EXTRA)
 def test_json_gives_back_the_same(text: str, now: float, extra: dict[str, int]) -> None:
     asked = chats.ask(chats.begin("c", now, Settings(stop=(text,), extra=extra)), "q", text, (PIXEL,), now)
     figures = statistics.Statistics(ttft_s=now, replica=text)
@@ -220,28 +218,12 @@ def damaged(path: str, value: Any) -> bytes:
     return json.dumps(good).encode("utf-8", "surrogatepass")
 
 
-PATHS = [
-    "id",
-    "title",
-    "turns",
-    "leaf",
-    "settings",
-    "version",
-    "created_at",
-    "settings.stop",
-    "turns.a1",
-    "turns.q0.parent",
-    "turns.a1.images",
-]
+OUTER = ["id", "title", "turns", "leaf", "settings", "version", "created_at"]
+PATHS = [*OUTER, "settings.stop", "turns.a1", "turns.q0.parent", "turns.a1.images"]
+VALUES = JSON.map(lambda value: json.dumps(value).encode())
 
 
-@given(
-    st.one_of(
-        st.binary(),
-        st.builds(damaged, st.sampled_from(PATHS), JSON),
-        JSON.map(lambda value: json.dumps(value).encode()),
-    )
-)
+@given(st.one_of(st.binary(), st.builds(damaged, st.sampled_from(PATHS), JSON), VALUES))
 def test_a_hostile_file_is_refused_or_sound(data: bytes) -> None:
     try:
         read = from_json(data)
@@ -282,18 +264,13 @@ def test_turns_of_a_file_may_stand_in_any_order() -> None:
 
 
 def test_messages_of_openai_become_a_conversation() -> None:
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in (PIXEL, "https://x.example/a.png")]
+    call = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
     rows = [
         {"role": "system", "content": "whisper"},
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": PIXEL}}],
-        },
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x.example/a.png"}}]},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}],
-        },
+        {"role": "user", "content": [{"type": "text", "text": "what?"}, images[0]]},
+        {"role": "user", "content": [images[1]]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "42"},
         {"role": "assistant", "content": "it is 42"},
     ]
@@ -318,19 +295,15 @@ def test_fields_of_a_request_leave_the_rest_to_the_server() -> None:
     assert fields(chosen, is_chat=False) == expected
     assert fields(chosen) == expected | {"chat_template_kwargs": switches}
     extra = {"messages": [], "stream": False, "logprobs": True, "chat_template_kwargs": {"x": 1, "thinking": True}}
-    given_fields = fields(Settings(max_tokens=None, thinking="off", extra=extra))
-    assert given_fields == {
-        "logprobs": True,
-        "chat_template_kwargs": {"enable_thinking": False, "thinking": True, "x": 1},
-    }
+    switches = {"enable_thinking": False, "thinking": True, "x": 1}
+    sent = fields(Settings(max_tokens=None, thinking="off", extra=extra))
+    assert sent == {"logprobs": True, "chat_template_kwargs": switches}
 
 
 def test_settings_beyond_their_bounds_are_named() -> None:
     assert not problems(Settings()) and bound("max_tokens", Limits(4096)).high == 4096
-    wrong = problems(
-        Settings(temperature=3.0, top_p=0.0, max_tokens=5000, stop=("",), extra={"stream": False}), Limits(4096)
-    )
-    assert [str(problem) for problem in wrong] == [
+    wrong = Settings(temperature=3.0, top_p=0.0, max_tokens=5000, stop=("",), extra={"stream": False})
+    assert [str(problem) for problem in problems(wrong, Limits(4096))] == [
         "temperature: Temperature is 3 (From 0 to 2.)",
         "top_p: Top p is 0 (From 0.01 to 1.)",
         "max_tokens: Max tokens is 5000 (From 1 to 4,096.)",
@@ -356,18 +329,18 @@ def test_an_answer_holds_what_the_server_said() -> None:
     assert turn.tool_calls == reply.tool_calls and turn.statistics == statistics.of_reply(reply)
 
 
-def test_the_line_below_an_answer_shows_what_is_known() -> None:
-    reply = Reply("x", "length", 18, 312, 0.21, 7.0, 46.04, "replica-1", "r")
-    figures = statistics.of_reply(reply, Price(1.0, 1.0))
-    assert (
-        statistics.line(figures)
-        == "TTFT 210 ms · 46 tok/s · 312 tokens · 18 in · $0.00033 · replica 1 · cut off at max tokens"
-    )
-    few = statistics.Statistics(tokens_per_s=310.4, output_tokens=1, prompt_tokens=18, cached_tokens=12, replica="a-0")
-    assert statistics.line(few) == "310 tok/s · 1 token · 18 in (12 cached) · replica a-0"
-    assert (
-        statistics.line(
-            statistics.of_reply(Reply("x", "stop", None, None, None, 1.0, None, None, None), Price(1.0, 1.0))
-        )
-        == ""
-    )
+LONG = statistics.of_reply(Reply("x", "length", 18, 312, 0.21, 7.0, 46.04, "replica-1", "r"), Price(1.0, 1.0))
+UNKNOWN = statistics.of_reply(Reply("x", "stop", None, None, None, 1.0, None, None, None), Price(1.0, 1.0))
+FEW = statistics.Statistics(tokens_per_s=310.4, output_tokens=1, prompt_tokens=18, cached_tokens=12, replica="a-0")
+
+
+@pytest.mark.parametrize(
+    ("figures", "line"),
+    [
+        (LONG, "TTFT 210 ms · 46 tok/s · 312 tokens · 18 in · $0.00033 · replica 1 · cut off at max tokens"),
+        (FEW, "310 tok/s · 1 token · 18 in (12 cached) · replica a-0"),
+        (UNKNOWN, ""),
+    ],
+)
+def test_the_line_below_an_answer_shows_what_is_known(figures: statistics.Statistics, line: str) -> None:
+    assert statistics.line(figures) == line

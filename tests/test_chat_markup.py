@@ -1,16 +1,23 @@
-"""What a model wrote, as Markdown that the page may show."""
+"""What the page shows of a turn: the model's Markdown, and the line of buttons and figures below."""
 
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from penstock.chat.conversation import Turn
+from penstock.chat.failures import Failure
+from penstock.chat.page import footers
 from penstock.chat.page import markup as markup_module
+from penstock.chat.page.footers import footer
 from penstock.chat.page.markup import Markup, sections, shown
+from penstock.chat.statistics import Statistics
 
 D, E = "\ue000", "\ue001"
 F, G = "\ue002", "\ue003"
@@ -94,3 +101,62 @@ def test_long_text_is_cut_where_nothing_hangs_together() -> None:
     assert {piece[:10] for piece in pieces} == {"Some words"}
     assert max(map(len, pieces)) < 13_000
     assert sections("x" * 50_000) == ["x" * 50_000]
+
+
+# ---- the line below -------------------------------------------------------------------------------------------------
+
+ANSWER = Turn("a1", "q1", "assistant", "Good morning", finish_reason="stop")
+UNFINISHED = ("length", "stopped", "unfinished")
+
+
+def acts(html: str) -> list[str]:
+    return re.findall(r'data-act="([a-z]+)"', html)
+
+
+QUESTION = Turn("q1", None, "user", "hello")
+
+
+@pytest.mark.parametrize(
+    ("turn", "expected"),
+    [
+        (ANSWER, ["copy", "retry", "delete"]),
+        (QUESTION, ["copy", "edit", "delete"]),
+        *((replace(ANSWER, finish_reason=reason), ["copy", "retry", "continue", "delete"]) for reason in UNFINISHED),
+    ],
+)
+def test_buttons_are_those_of_the_role(turn: Turn, expected: list[str]) -> None:
+    assert acts(footer(turn, (turn.id,))) == expected
+
+
+def test_open_question_can_be_asked() -> None:
+    assert acts(footer(QUESTION, ("q1",), is_open=True)) == ["copy", "retry", "edit", "delete"]
+
+
+def test_branches_lead_to_the_one_before_and_the_one_after() -> None:
+    html = footer(ANSWER, ("a0", "a1"))
+    assert '<button type="button" data-act="choose" data-turn="a0" title="Previous answer"' in html
+    assert "<span>2/2</span>" in html
+    assert 'disabled title="Next answer"' in html
+
+
+def test_figures_and_errors_are_escaped() -> None:
+    figures = Statistics(ttft_s=0.2, replica="<img src=x onerror=alert(1)>")
+    broken = Turn("a1", "q1", "assistant", "Good", statistics=figures, error="<script>alert(1)</script>")
+    html = footer(broken, ("a1",))
+    assert "<script" not in html and "<img" not in html
+    assert "continue" in acts(html)
+    assert "&lt;b&gt;" in footers.waiting("<b>", 1.0)
+    assert '"><script' not in footers.images(['data:image/png;base64,"><script>'])
+
+
+@pytest.mark.parametrize(
+    ("failure", "offered"),
+    [
+        (Failure("Busy.", "overload", retry_after_s=7), 'data-act="retry" data-turn="a1" data-in="7"'),
+        (Failure("Too long.", "too_long", over_tokens=588), 'data-act="shrink" data-turn="a1" data-over="588"'),
+        (Failure("No key.", "key"), '<a href="login">'),
+        (Failure("No system message.", "system"), 'data-act="plain" data-turn="a1"'),
+    ],
+)
+def test_failure_offers_what_helps(failure: Failure, offered: str) -> None:
+    assert offered in footer(Turn("a1", "q1", "assistant", error=failure.text), ("a1",), failure)

@@ -6,11 +6,10 @@ import json
 import re
 
 import pytest
-from chat_page_driver import Chat, People, violations
-from chat_page_fixtures import browser_fixture, cookies_fixture, people_fixture, rig_fixture  # noqa: F401
-from chat_page_rig import START_S, Answer, ChatPage, Gate
-from chromium import WAIT_S
+from chat_page_driver import Chat, People, browser_fixture, cookies_fixture, people_fixture, rig_fixture, violations  # noqa: F401
+from chat_page_rig import Answer, ChatPage, Gate
 from playwright.sync_api import expect
+from waiting import left_s, until
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 
@@ -42,7 +41,7 @@ def test_killed_page_process_comes_back_with_all_that_was_there(people: People, 
     chat.ask("long")
     chat.wait_kept("Half of it")
     chat.box.fill("not sent yet")
-    with chat.page.expect_navigation(timeout=1000 * (START_S + WAIT_S)):  # by itself, as soon as the process answers
+    with chat.page.expect_navigation(timeout=1000 * left_s()):  # by itself, as soon as the process answers
         rig.kill_page()
         rig.start_page()
     expect(chat.conversation).to_contain_text("Half of it")
@@ -64,7 +63,7 @@ def test_login_wants_a_key_that_the_gateway_takes(people: People, rig: ChatPage)
     expect(page.locator("#penstock-message textarea")).to_be_visible()
     assert key not in page.content()
     Chat(page, rig).ask_and_wait("hello")
-    rig.wait_until(lambda: rig.n_counted("bob") == 1, "the question is counted for who asked it")
+    until(lambda: rig.n_counted("bob") == 1, "the question is counted for who asked it")
     cookie = next(cookie for cookie in page.context.cookies() if cookie["name"].startswith("penstock-ui"))
     assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Lax")
 
@@ -81,7 +80,7 @@ def test_key_that_is_revoked_while_chatting_leads_back_to_the_login(people: Peop
     expect(chat.conversation).to_contain_text("You said: hello")
     # What the page learned first decides: the question was sent and failed, or it was not sent and is still typed.
     expect(chat.box).to_be_visible()
-    rig.wait_until(lambda: "are you there?" in chat.box.input_value() + chat.conversation.inner_text(), "it is kept")
+    until(lambda: "are you there?" in chat.box.input_value() + chat.conversation.inner_text(), "it is kept")
 
 
 @pytest.mark.nightly
@@ -103,34 +102,24 @@ def test_gateway_that_is_away_is_said_and_comes_back_without_a_reload(people: Pe
 
 
 @pytest.mark.nightly
-def test_wait_for_a_replica_is_told_with_its_shards(people: People, rig: ChatPage) -> None:
-    rig.stop_gateway()
-    rig.start_gateway(is_ready=False)
-    try:
-        progress = {"stage": "loading weights", "shards_done": 17, "shards_total": 30, "fraction": 0.57, "eta_s": 40.0}
-        rig.announce("loading", progress=progress)
-        chat = people.chat()
-        expect(chat.chip).to_contain_text("17/30")
-        chat.ask("hello")
-        expect(chat.clock).to_have_text(re.compile(r"waiting for a replica: loading 17/30 shards, about \d+ s · \d+ s"))
-        rig.add_replica()
-        expect(chat.conversation).to_contain_text("You said: hello")
-        expect(chat.chip).to_have_text("ready")
-    finally:
-        rig.stop_gateway()
-        rig.start_gateway()
-
-
-@pytest.mark.nightly
-def test_place_in_the_queue_is_told(people: People, rig: ChatPage) -> None:
+def test_wait_for_a_replica_and_the_place_in_the_queue_are_told(people: People, rig: ChatPage) -> None:
     gate = Gate()
     rig.answers["long"] = Answer(("Once", gate))
     rig.stop_gateway()
-    rig.start_gateway(max_in_flight=1)
+    rig.start_gateway(is_ready=False, max_in_flight=1)
     try:
+        rig.announce("loading", progress={"stage": "loading weights", "fraction": 0.45, "eta_s": 12.0})
         chats = [people.chat() for _ in range(3)]
+        expect(chats[0].chip).to_have_text("loading 45 %, 12 s")
+        progress = {"stage": "loading weights", "shards_done": 17, "shards_total": 30, "fraction": 0.57, "eta_s": 40.0}
+        rig.announce("loading", progress=progress)
+        expect(chats[0].chip).to_contain_text("17/30")
         chats[0].ask("long")
+        words = re.compile(r"waiting for a replica: loading 17/30 shards, about \d+ s · \d+ s")
+        expect(chats[0].clock).to_have_text(words)
+        rig.add_replica()
         expect(chats[0].conversation).to_contain_text("Once")
+        expect(chats[0].chip).to_have_text("ready")
         chats[1].ask("second")
         expect(chats[1].clock).to_contain_text("in the queue")
         chats[2].ask("third")

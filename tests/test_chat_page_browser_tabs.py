@@ -7,10 +7,10 @@ import re
 import shlex
 
 import pytest
-from chat_page_driver import People, violations
-from chat_page_fixtures import browser_fixture, cookies_fixture, people_fixture, rig_fixture  # noqa: F401
+from chat_page_driver import People, browser_fixture, cookies_fixture, people_fixture, rig_fixture, violations  # noqa: F401
 from chat_page_rig import Answer, ChatPage, Gate
 from playwright.sync_api import Page, expect
+from waiting import until
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 
@@ -47,7 +47,7 @@ def test_raw_prompt_is_completed_and_stopped(people: People, rig: ChatPage) -> N
     tab.get_by_role("button", name="Submit").click()
     expect(tab.get_by_label("Answer")).to_have_value("and on")
     tab.get_by_role("button", name="Stop").click()
-    rig.wait_until(lambda: rig.engine.asked[1].is_cut, "the engine's request ends")
+    until(lambda: rig.engine.asked[1].is_cut, "the engine's request ends")
     expect(below).to_have_text("stopped")
     assert violations(page) == []
 
@@ -65,7 +65,7 @@ def test_two_answers_grow_at_once_side_by_side(people: People, rig: ChatPage) ->
     tab.get_by_label("Question for both").fill("why?")
     tab.get_by_role("button", name="Ask both").click()
     expect(tab.get_by_text("because")).to_have_count(2)
-    rig.wait_until(lambda: len(rig.engine.asked) == 2, "both are asked before one has ended")
+    until(lambda: len(rig.engine.asked) == 2, "both are asked before one has ended")
     gate.open()
     expect(tab.locator("strong", has_text="so")).to_have_count(2)
     expect(tab.locator(".penstock-foot", has_text="3 tokens")).to_have_count(2)

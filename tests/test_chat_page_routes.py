@@ -1,14 +1,18 @@
+"""The routes of the chat page: those of Gradio that it uses and no others, and its own for export and import."""
+
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.testclient import TestClient
 
-from penstock.chat.page import routes
+from penstock.chat.page import export, routes
 from penstock.chat.page.routes import UsedRoutes
 from penstock.chat.page.sessions import Visitor
 
@@ -57,12 +61,8 @@ def test_a_tab_belongs_to_who_used_it_first(chat: TestClient) -> None:
     assert chat.post(JOIN, content=twice, headers=bob).status_code == 404
     for path in (JOIN, "/gradio_api/cancel", "/gradio_api/run/predict"):
         assert chat.post(path, json=body, headers=bob).status_code == 404
-    for path in (
-        "queue/data?session_hash=s",
-        "queue/data?session_hash=b&session_hash=s",
-        "heartbeat/s",
-        "heartbeat/s/",
-    ):
+    data = "queue/data?session_hash=s", "queue/data?session_hash=b&session_hash=s"
+    for path in (*data, "heartbeat/s", "heartbeat/s/"):
         assert chat.get(f"/gradio_api/{path}", headers=bob).status_code == 404
         assert chat.get(f"/gradio_api/{path.replace('=b', '=s')}", headers=ann).status_code == 200
 
@@ -80,3 +80,40 @@ def test_a_body_has_an_end_and_is_json(chat: TestClient, monkeypatch: pytest.Mon
     assert chat.post(JOIN, content=json.dumps({"data": ["x" * 1000]})).status_code == 413
     for body in (b"", b"[]", b"{", b'{"data":' + b"[" * 400, b'{"session_hash": 1}', '{"a": 1}'.encode("utf-16")):
         assert chat.post(JOIN, content=body).status_code == 400, body
+
+
+# ---- export and import ---------------------------------------------------------------------------------------------
+
+EXCHANGE = {"messages": [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}]}
+
+
+def post(route: Callable[[Request], Coroutine[Any, Any, Response]], *pieces: bytes) -> tuple[int, bytes]:
+    messages = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
+    messages.append({"type": "http.request", "body": b"", "more_body": False})
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    response = asyncio.run(route(Request({"type": "http", "method": "POST", "headers": []}, receive)))
+    return response.status_code, bytes(response.body)
+
+
+def test_a_file_becomes_conversations_and_each_of_them_markdown() -> None:
+    whole = json.dumps(EXCHANGE).encode()
+    status, body = post(export.conversations, whole[:9], whole[9:])
+    (conversation,) = json.loads(body)
+    assert (status, conversation["title"], len(conversation["turns"])) == (200, "why?", 2)
+    assert post(export.markdown, json.dumps(conversation).encode()) == (200, b"## user\n\nwhy?\n\n## assistant\n\nso\n")
+    assert post(export.markdown, b"[]") == (200, b"")
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b'{"id": 3}', b"\xff"])
+def test_a_bad_file_is_refused_in_words(body: bytes) -> None:
+    status, answer = post(export.conversations, body)
+    assert status == 422 and json.loads(answer)["message"].startswith("cannot ")
+
+
+def test_a_large_file_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "_MOST_BYTES", 10)
+    status, answer = post(export.conversations, b"123456", b"78901", b"never read")
+    assert status == 422 and "64 MiB" in json.loads(answer)["message"]

@@ -58,27 +58,19 @@ def test_curl_carries_the_request_as_it_is() -> None:
     assert "http://h:8000/v1/chat/completions" in command
     assert '-H "authorization: Bearer $PENSTOCK_KEY"' in command
     assert "authorization" not in as_curl("http://h:8000", BODY, has_key=False)
-
-
-def test_nothing_in_a_command_ends_its_quotes_or_drives_a_terminal() -> None:
-    text = as_curl("http://h:8000", BODY).split("' |")[0].removeprefix("printf '%s' '")
-    assert "'" not in text and "\\\\" not in text
-    assert all(char.isprintable() or char == "\n" for char in text)
-
-
-def test_an_address_cannot_add_a_command() -> None:
+    quoted = command.split("' |")[0].removeprefix("printf '%s' '")
+    assert "'" not in quoted and "\\\\" not in quoted, "nothing ends the quotes"
+    assert all(char.isprintable() or char == "\n" for char in quoted), "or drives a terminal"
     words = shlex.split(as_curl("http://h/$(id);'x", BODY).replace("\\\n", " "))
-    assert "http://h/$(id);'x/v1/chat/completions" in words
+    assert "http://h/$(id);'x/v1/chat/completions" in words, "an address adds no command"
 
 
 def test_python_carries_the_request_as_it_is() -> None:
-    call = call_in(as_python("http://h:8000/v1/", BODY))
+    program = as_python("http://h:8000/v1/", BODY)
+    assert max(map(len, program.splitlines())) <= 110
+    call = call_in(program)
     assert call.pop("extra_body") == {"top_k": 5, "chat_template_kwargs": {"enable_thinking": False}}
     assert call == {name: value for name, value in BODY.items() if name not in ("top_k", "chat_template_kwargs")}
-
-
-def test_lines_of_python_are_short_where_they_can_be() -> None:
-    assert max(map(len, as_python("http://h:8000", BODY).splitlines())) <= 110
 
 
 @pytest.mark.parametrize("base_url", ["http://h:8000", "http://h:8000/", "http://h:8000/v1", "http://h:8000/v1/"])
@@ -102,18 +94,19 @@ def test_configurations_of_other_programs_are_well_formed() -> None:
     assert f"model: {json.dumps(name)}," in texts["OpenAI, JavaScript"]
 
 
-def test_a_container_reaches_a_gateway_on_loopback_by_the_network_of_its_host() -> None:
-    def open_webui(url: str) -> str:
-        return next(snippet.text for snippet in elsewhere(url, "m") if snippet.name == "Open WebUI")
-
-    assert "--network=host" in open_webui("http://127.0.0.1:8000")
-    assert "--network=host" in open_webui("http://localhost/v1")
-    assert "-p 8080:8080" in open_webui("http://127.0.0.1.example.org")
-    assert "-p 8080:8080" in open_webui(WEB)
-
-
-def test_without_keys_no_snippet_asks_for_one() -> None:
-    assert [snippet.name for snippet in elsewhere(WEB, "m", has_key=False) if "PENSTOCK_KEY" in snippet.text] == []
+@pytest.mark.parametrize(
+    ("url", "network"),
+    [
+        ("http://127.0.0.1:8000", "--network=host"),
+        ("http://localhost/v1", "--network=host"),
+        ("http://127.0.0.1.example.org", "-p 8080:8080"),
+        (WEB, "-p 8080:8080"),
+    ],
+)
+def test_a_container_reaches_a_gateway_on_loopback_by_the_network_of_its_host(url: str, network: str) -> None:
+    snippets = {snippet.name: snippet.text for snippet in elsewhere(url, "m", has_key=False)}
+    assert network in snippets["Open WebUI"]
+    assert not any("PENSTOCK_KEY" in text for text in snippets.values()), "without keys no snippet asks for one"
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +123,11 @@ def run(argv: list[str], folder: Path, script: str) -> str:
     return done.stdout
 
 
+def assert_sent(engine: InThread, body: dict[str, object]) -> None:
+    request = engine.seen[-1]
+    assert json.loads(request.body) == body and request.headers["authorization"] == "Bearer sk-test"
+
+
 @pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.parametrize("shell", ["sh", "bash"])
@@ -137,16 +135,13 @@ def test_curl_runs_with_hostile_and_long_text(engine: InThread, shell: str, tmp_
     body = BODY | {"messages": [{"role": "user", "content": HOSTILE}, {"role": "user", "content": "long " * 40_000}]}
     out = run([shell], tmp_path, as_curl(engine.url, body))
     assert out.rstrip().endswith("data: [DONE]")
-    request = engine.seen[-1]
-    assert json.loads(request.body) == body
-    assert request.headers["authorization"] == "Bearer sk-test"
+    assert_sent(engine, body)
 
 
 @pytest.mark.processes
 def test_python_runs_and_sends_the_same_request(engine: InThread, tmp_path: Path) -> None:
     out = run([sys.executable, "-"], tmp_path, as_python(engine.url, BODY))
     assert len(out.split()) >= 1
-    assert json.loads(engine.seen[-1].body) == BODY
-    assert engine.seen[-1].headers["authorization"] == "Bearer sk-test"
+    assert_sent(engine, BODY)
     whole = run([sys.executable, "-"], tmp_path, as_python(engine.url, BODY | {"stream": False}))
     assert whole.split() == out.split()

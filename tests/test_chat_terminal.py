@@ -7,21 +7,22 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from penstock.chat.settings import SERVER_DEFAULTS, Settings
 from penstock.cli.chat import ChatOptions, ReadLine, chat, read_message
-from penstock.cli.chat_screen import blocks_of
 from penstock.errors import PenstockError
 from penstock.testing.fake_engine.options import Options
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_engine.running import InThread, in_thread
 from penstock.wire.answers import Chunk, Reply, ToolCall
 from penstock.wire.client import Client, Message, Stream
+from penstock.wire.model_list import ModelCard
 from penstock.wire.waiting import Waiting
 
 SHORT = Settings(max_tokens=3)
@@ -68,18 +69,24 @@ def pipe(engine: InThread, text: str, settings: Settings = SHORT, options: ChatO
 
 
 class Scripted(Client):
-    """A client whose answers are given; a function among the items is called when its turn comes."""
+    """A client whose answers are given; an error among the items is raised."""
 
-    def __init__(self, *items: Chunk | Reply | Callable[[], None]) -> None:
+    def __init__(self, *items: Chunk | Reply | Waiting | BaseException) -> None:
         super().__init__("http://127.0.0.1:9")
-        self.items = items
-        self.is_closed = False
+        self.items, self.is_closed = items, False
+        self.asked: list[list[Message]] = []
 
-    def stream_chat(self, *_: object, **__: object) -> Stream:
+    def models(self) -> tuple[ModelCard, ...]:
+        return ()
+
+    def stream_chat(self, messages: list[Message], *_: object, on_wait: Any, **__: object) -> Stream:  # type: ignore[override]
+        self.asked.append([*messages])
         try:
             for item in self.items:
-                if callable(item):
-                    item()
+                if isinstance(item, BaseException):
+                    raise item
+                if isinstance(item, Waiting):
+                    on_wait(item)
                 else:
                     yield item
         finally:
@@ -90,10 +97,6 @@ def reply(text: str, n_tokens: int | None = None) -> Reply:
     return Reply(text, "stop", 1, n_tokens, 0.012, 0.5, 310.4, None, None)
 
 
-def interrupt() -> None:
-    raise KeyboardInterrupt
-
-
 def test_one_question_or_lines_from_a_pipe_give_answers_only(engine: InThread) -> None:
     out = io.StringIO()
     chat(Client(engine.url), SHORT, once="hello there", stdout=out)
@@ -102,68 +105,24 @@ def test_one_question_or_lines_from_a_pipe_give_answers_only(engine: InThread) -
     assert pipe(engine, "a b\n\n  \nc\n") == "1:a 2:b 3:a\n1:c 2:c 3:c\n"
 
 
-TALKS: dict[str, tuple[Settings, tuple[str | type[BaseException], ...]]] = {
+# Typed lines; ^C is the key.
+TALKS: dict[str, tuple[Settings, str]] = {
     "conversation": (
         Settings(system="whisper", max_tokens=3),
-        ("a b", "", "  ", "c", "/system", "/system shout", "d", "/reset", "e", " /etc/passwd", "/quit", "never sent"),
+        "a b||  |c|/system|/system shout|d|/reset|e| /etc/passwd|/quit|never sent",
     ),
     "again-and-saved": (
         SHORT,
-        (
-            "/retry",
-            "a",
-            "b",
-            "/retry",
-            "/edit c",
-            "/edit",
-            "/shorten",
-            "d",
-            "/shorten",
-            "/save talk.md",
-            "/save talk.md",
-            "/save",
-        ),
+        "/retry|a|b|/retry|/edit c|/edit|/shorten|d|/shorten|/save talk.md|/save talk.md|/save",
     ),
     "settings": (
         replace(SHORT, model="m"),
-        (
-            *(
-                "/set",
-                "/set temperature 0.5",
-                "/set temperature 3",
-                "/set top_k x",
-                "/set temprature 1",
-                "/set max_tokens 9999",
-            ),
-            *(
-                "/set stop END",
-                "/set json-mode on",
-                "/set json_mode maybe",
-                "/set thinking off",
-                "a",
-                "/set thinking",
-                "/set stop",
-            ),
-        ),
+        "/set|/set temperature 0.5|/set temperature 3|/set top_k x|/set temprature 1|/set max_tokens 9999|"
+        "/set stop END|/set json-mode on|/set json_mode maybe|/set thinking off|a|/set thinking|/set stop",
     ),
-    "models-times-help": (
-        SHORT,
-        (
-            "/model",
-            "/model nope",
-            "/model other",
-            "a",
-            "/stats",
-            "b",
-            "/stats",
-            "c",
-            "/help",
-            "/nope",
-            KeyboardInterrupt,
-        ),
-    ),
-    "failures": (Settings(max_tokens=100_000), ("a", "b")),
-    "too-long": (SHORT, ("a " * 600, "b", "c " * 600, "/shorten", "/retry", "/shorten", "/edit d")),
+    "models-times-help": (SHORT, "/model|/model nope|/model other|a|/stats|b|/stats|c|/help|/nope|^C"),
+    "failures": (Settings(max_tokens=100_000), "a|b"),
+    "too-long": (SHORT, f"{'a ' * 600}|b|{'c ' * 600}|/shorten|/retry|/shorten|/edit d"),
 }
 
 
@@ -179,7 +138,8 @@ def test_a_talk_is_the_golden_one(name: str, engine: InThread, tmp_path: Path, m
     """What a person sees of typed lines, and the messages that are sent. PENSTOCK_WRITE_GOLDEN=1 writes the file."""
     monkeypatch.chdir(tmp_path)
     (settings, lines), n_before = TALKS[name], len(engine.seen)
-    shown = talk(engine, *lines, settings=settings).replace(engine.url, "URL")
+    typed = (KeyboardInterrupt if line == "^C" else line for line in lines.split("|"))
+    shown = talk(engine, *typed, settings=settings).replace(engine.url, "URL")
     shown = re.sub(r"TTFT .*(?=· 3 tokens)", "TTFT and speed ", shown)
     bodies = [json.loads(request.body) for request in engine.seen[n_before:] if request.body]
     shown += "\n".join(f"sent to {body['model']}: {json.dumps(body['messages'])}{chosen(body)}" for body in bodies)
@@ -193,11 +153,8 @@ def test_a_talk_is_the_golden_one(name: str, engine: InThread, tmp_path: Path, m
 
 
 def test_completion_sends_raw_prompts_without_a_conversation(engine: InThread) -> None:
-    raw = ChatOptions(completion=True)
-    assert (
-        pipe(engine, "Singapore is a\nFrance is a\n", Settings(max_tokens=2), raw)
-        == "1:Singapore 2:is\n1:France 2:is\n"
-    )
+    said = pipe(engine, "Singapore is a\nFrance is a\n", Settings(max_tokens=2), ChatOptions(completion=True))
+    assert said == "1:Singapore 2:is\n1:France 2:is\n"
     assert json.loads(engine.seen[-1].body)["prompt"] == "France is a"
 
 
@@ -225,31 +182,11 @@ def test_a_conversation_goes_on_from_a_file(engine: InThread, tmp_path: Path) ->
 def test_a_terminal_shows_what_the_answer_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
 
-    class Waits(Scripted):
-        def stream_chat(self, *rest: object, **fields: object) -> Stream:
-            hear = fields["on_wait"]
-            assert callable(hear)
-            hear(Waiting("queue", ahead=3))
-            hear(Waiting("prompt"))
-            return super().stream_chat(*rest, **fields)
-
-    for out, expected in (
-        (Terminal(), "in the queue: 3 before you\rprocessing prompt\ryes\n"),
-        (io.StringIO(), "yes\n"),
-    ):
-        chat(Waits(Chunk("yes", 0.1), reply("yes")), once="x", stdout=out)
+    waits = Waiting("queue", ahead=3), Waiting("prompt")
+    shown = "in the queue: 3 before you\rprocessing prompt\ryes\n"
+    for out, expected in ((Terminal(), shown), (io.StringIO(), "yes\n")):
+        chat(Scripted(*waits, Chunk("yes", 0.1), reply("yes")), once="x", stdout=out)
         assert re.sub("\r *\r", "\r", out.getvalue()) == expected
-
-
-def test_tool_calls_are_shown_where_there_is_no_text() -> None:
-    calls = (ToolCall("find", '{"x": 1}'),)
-    out = io.StringIO()
-    chat(
-        Scripted(Chunk("", 0.1, tool_calls=calls), dataclasses.replace(reply(""), tool_calls=calls)),
-        once="x",
-        stdout=out,
-    )
-    assert out.getvalue() == 'find({"x": 1})\n'
 
 
 def test_a_failure_in_a_script_is_raised(engine: InThread) -> None:
@@ -260,46 +197,16 @@ def test_a_failure_in_a_script_is_raised(engine: InThread) -> None:
 
 
 def test_ctrl_c_stops_the_answer_closes_the_stream_and_keeps_what_was_said() -> None:
-    client = Scripted(Chunk("half", 0.1), interrupt, Chunk(" never", 0.2))
+    client = Scripted(Chunk("half", 0.1), KeyboardInterrupt(), Chunk(" never", 0.2))
     out = io.StringIO()
-    asked: list[list[Message]] = []
-    original = client.stream_chat
-
-    def remember(messages: list[Message], *rest: object, **fields: object) -> Stream:
-        asked.append(list(messages))
-        return original(messages, *rest, **fields)
-
-    client.stream_chat = remember  # type: ignore[method-assign, assignment]
-    client.models = lambda: ()  # type: ignore[method-assign]
     chat(client, SERVER_DEFAULTS, stdout=out, read_line=typing("one", "two"))
     assert client.is_closed
-    assert "half\n(stopped)\n" in out.getvalue()
-    assert "never" not in out.getvalue()
-    assert asked[1][:2] == [{"role": "user", "content": "one"}, {"role": "assistant", "content": "half"}]
-    script = Scripted(Chunk("half", 0.1), interrupt)
+    assert "half\n(stopped)\n" in out.getvalue() and "never" not in out.getvalue()
+    assert client.asked[1][:2] == [{"role": "user", "content": "one"}, {"role": "assistant", "content": "half"}]
+    script = Scripted(Chunk("half", 0.1), KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):  # a script ends
         chat(script, SERVER_DEFAULTS, once="x", stdout=io.StringIO())
     assert script.is_closed
-
-
-def test_stopping_a_real_stream_stops_the_engine() -> None:
-    class Impatient(Terminal):
-        is_stopped = False
-
-        def write(self, text: str) -> int:
-            if "3:" in text and not self.is_stopped:
-                self.is_stopped = True
-                raise KeyboardInterrupt
-            return super().write(text)
-
-    with in_thread(Options(model="m", ttft_s=0.0, tokens_per_s=500.0)) as engine:
-        client = Client(engine.url, timeout_s=5)
-        chat(client, Settings(max_tokens=1000), stdout=Impatient(), read_line=typing("a"))
-        for _ in range(200):
-            if engine.metrics.finished["abort"]:
-                break
-            client.models()
-        assert engine.metrics.finished["abort"] == 1
 
 
 def test_only_a_terminal_gets_colour_and_no_color_takes_it_away(
@@ -312,6 +219,7 @@ def test_only_a_terminal_gets_colour_and_no_color_takes_it_away(
     assert "\x1b" not in talk(engine, "/stats", "a", tty=True)
 
 
+CALLS = (ToolCall("find", '{"x": 1}'),)
 OWNED = "a\x1b]0;owned\x07\tb\x9b2J\n"  # a model cannot drive the terminal, but a pipe gets its bytes
 
 
@@ -320,9 +228,14 @@ OWNED = "a\x1b]0;owned\x07\tb\x9b2J\n"  # a model cannot drive the terminal, but
     [
         ((Chunk(OWNED, 0.1), reply(OWNED)), "a]0;owned\tb2J\n", OWNED),
         ((Chunk("hm ", 0.1, is_reasoning=True), Chunk("yes", 0.2), reply("yes")), "hm yes\n", "yes\n"),
+        (
+            (Chunk("", 0.1, tool_calls=CALLS), dataclasses.replace(reply(""), tool_calls=CALLS)),
+            'find({"x": 1})\n',
+            'find({"x": 1})\n',
+        ),
     ],
 )
-def test_control_characters_and_reasoning(
+def test_control_characters_reasoning_and_tool_calls(
     chunks: tuple[Chunk | Reply, ...], on_terminal: str, in_pipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
@@ -341,38 +254,34 @@ def test_a_message_may_span_lines() -> None:
         read_message(typing())
 
 
-def test_an_answer_that_breaks_off_ends_its_line_before_the_error() -> None:
-    def fail() -> None:
-        raise PenstockError("the answer broke off: gone", hint="Look at the log.")
-
-    client = Scripted(Chunk("half", 0.1), fail)
-    client.models = lambda: ()  # type: ignore[method-assign]
-    out = io.StringIO()
-    chat(client, SERVER_DEFAULTS, stdout=out, read_line=typing("x"))
-    assert "half\nerror: the answer broke off: gone\nhint: Look at the log.\n" in out.getvalue()
+LOST = PenstockError("lost the connection to X: reset", is_retryable=True)
 
 
-def test_a_server_that_goes_away_is_a_sentence() -> None:
-    def lose() -> None:
-        raise PenstockError("lost the connection to X: reset", is_retryable=True)
-
-    for items, expected in (
-        ((Chunk("half", 0.1), lose), "half\nerror: The answer broke off."),
-        ((lose,), "error: Lost the"),
-    ):
-        client = Scripted(*items)
-        client.models = lambda: ()  # type: ignore[method-assign]
-        out = io.StringIO()
-        chat(client, stdout=out, read_line=typing("x"))
-        assert expected in out.getvalue()
-
-
-def test_history_is_kept_in_the_file_it_is_given(
-    tmp_path: Path, engine: InThread, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        (
+            (Chunk("half", 0.1), PenstockError("the answer broke off: gone", hint="Look at the log.")),
+            "half\nerror: the answer broke off: gone\nhint: Look at the log.\n",
+        ),
+        ((Chunk("half", 0.1), LOST), "half\nerror: The answer broke off."),
+        ((LOST,), "error: Lost the"),
+    ],
+)
+def test_an_answer_that_breaks_off_ends_its_line_before_the_error(
+    items: tuple[Chunk | PenstockError, ...], expected: str
 ) -> None:
+    out = io.StringIO()
+    chat(Scripted(*items), stdout=out, read_line=typing("x"))
+    assert expected in out.getvalue()
+
+
+def test_history_is_kept_in_the_file_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readline = pytest.importorskip("readline")
-    history = tmp_path / "deep" / "history"
-    remembered = []
+    history, remembered = tmp_path / "deep" / "history", []
+
+    def begin() -> None:
+        chat(Scripted(), options=ChatOptions(history_file=history), stdin=Terminal(), stdout=io.StringIO())
 
     def type_once(_: str) -> str:
         remembered.append(readline.get_history_item(1))
@@ -382,7 +291,7 @@ def test_history_is_kept_in_the_file_it_is_given(
     monkeypatch.setattr("builtins.input", type_once)
     for _ in range(2):
         readline.clear_history()
-        chat(Client(engine.url), options=ChatOptions(history_file=history), stdin=Terminal(), stdout=io.StringIO())
+        begin()
     assert remembered == [None, "a typed line"] and history.stat().st_mode & 0o777 == 0o600
 
     def close_terminal(_: str) -> str:
@@ -392,26 +301,23 @@ def test_history_is_kept_in_the_file_it_is_given(
 
     monkeypatch.setattr("builtins.input", close_terminal)
     with pytest.raises(SystemExit):
-        chat(Client(engine.url), options=ChatOptions(history_file=history), stdin=Terminal(), stdout=io.StringIO())
+        begin()
     assert history.read_text().splitlines()[-1] == "before the end"
     readline.clear_history()
-
-
-def test_markdown_is_cut_into_blocks_at_empty_lines_but_not_in_code() -> None:
-    code = "```py\na\n\nb\n```\n"
-    assert blocks_of(f"one\ntwo\n\n\n{code}\nlast") == ["one\ntwo\n", code, "last"]
-    assert blocks_of("```\na\n\n") == ["```\na\n\n"] and blocks_of("a\n\n") == ["a\n", ""] and blocks_of("") == [""]
 
 
 def test_a_terminal_shows_markdown_wrapped_at_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
-    text = "# Title\n\nSome **bold** words that go on for more than one line of forty columns.\n\n```\ncode\n```\n"
+    text = "# Title\n\nSome **bold** words that go on for more than one line of forty columns.\n\n"
+    text += "```\ncode\n\n**in code**\n```\n"
     out = Terminal()
     chat(Scripted(*(Chunk(letter, 0.1) for letter in text), reply(text)), SERVER_DEFAULTS, once="x", stdout=out)
     drawn = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", out.getvalue().replace("\r", "\n"))
     lines = [line.strip() for line in drawn.splitlines()]
     assert "Some bold words that go on for more than" in lines and "one line of forty columns." in lines
-    assert "Title" in drawn and "code" in lines and "**" not in drawn.rpartition("Some bold words")[2]
+    assert "Title" in drawn and "code" in lines
+    assert "**" not in drawn.rpartition("Some bold words")[2].replace("**in code**", "")
+    assert "**in code**" in lines, "an empty line does not end the code"
     assert "\x1b[1mbold\x1b[0m" in out.getvalue()

@@ -50,39 +50,37 @@ class Server:
         return Upstream("http://gateway/v1/", transport=httpx.MockTransport(self.answer))
 
 
-def pieces_of(server: Server, seen: list[Piece] | None = None) -> list[Piece]:
-    seen = [] if seen is None else seen
+HI = [{"role": "user", "content": "hi"}]
 
-    async def read() -> None:
-        async for piece in server.upstream().stream_chat("sk-1", [{"role": "user", "content": "hi"}], {"seed": 1}):
+
+def read(server: Server, seen: list[Piece]) -> None:
+    async def stream() -> None:
+        async for piece in server.upstream().stream_chat("sk-1", [*HI], {"seed": 1}):
             seen.append(piece)
 
-    asyncio.run(read())
-    return seen
+    asyncio.run(stream())
 
 
 def test_stream_gives_what_it_waits_for_then_pieces_then_the_reply() -> None:
     server = Server(HELD, WORD[:20], WORD[20:], END, headers={"x-request-id": "r-1", "x-penstock-replica": "none"})
-    waiting, chunk, reply = pieces_of(server)
+    seen: list[Piece] = []
+    read(server, seen)
+    waiting, chunk, reply = seen
     assert isinstance(waiting, Waiting) and waiting.shards_done == 17
     assert isinstance(chunk, Chunk) and chunk.text == "hello"
     assert isinstance(reply, Reply) and (reply.text, reply.finish_reason, reply.request_id) == ("hello", "stop", "r-1")
     (asked,) = server.asked
     assert str(asked.url) == "http://gateway/v1/chat/completions"
     assert (asked.headers["authorization"], asked.headers["x-penstock-progress"]) == ("Bearer sk-1", "1")
-    assert msgspec.json.decode(asked.content) == {
-        "messages": [{"role": "user", "content": "hi"}],
-        "seed": 1,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    more = {"seed": 1, "stream": True, "stream_options": {"include_usage": True}}
+    assert msgspec.json.decode(asked.content) == {"messages": HI, **more}
     assert server.body.is_closed
 
 
 def test_refusal_has_the_words_of_the_server_and_its_retry_after() -> None:
     body = b'{"error": {"message": "the queue is full", "code": "queue_full"}}'
     with pytest.raises(HttpError, match="429: the queue is full") as raised:
-        pieces_of(Server(body, status=429, headers={"retry-after": "7"}))
+        read(Server(body, status=429, headers={"retry-after": "7"}), [])
     assert (raised.value.retry_after_s, raised.value.words.code) == (7.0, "queue_full")
 
 
@@ -92,7 +90,7 @@ def test_refusal_has_the_words_of_the_server_and_its_retry_after() -> None:
 def test_answer_that_breaks_off_gives_what_came_before_it(last: bytes | Exception) -> None:
     seen: list[Piece] = []
     with pytest.raises(BrokenAnswer):
-        pieces_of(Server(WORD, last), seen)
+        read(Server(WORD, last), seen)
     assert isinstance(seen[-1], Reply) and (seen[-1].text, seen[-1].finish_reason) == ("hello", None)
 
 
