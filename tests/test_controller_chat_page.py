@@ -4,40 +4,48 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Place, a_place
+from launching import a_place
 
 from penstock.deployment import ui
 from penstock.deployment.controller.chat_page import ChatPage
 from penstock.deployment.controller.child import Child
 from penstock.gateway.accounting import store
 from penstock.gateway.accounting.key_store import KeyStore, hash_of
-from penstock.run_folder import Desired, Part, Run
+from penstock.run_folder import Desired, Run
 from penstock.wire.announcement import Process
+
+Written = Callable[..., Run]
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
+def written(tmp_path: Path) -> Iterator[Written]:
+    """The run of a deployment with a chat page, which is down at the end."""
+    runs = list[Run]()
+
+    def write(**fields: Any) -> Run:
+        run, _ = place.written(place.write("one", **({"ui": {"port": 0, "title": "Ask us"}} | fields)))
+        place.addresses.clear()
+        runs.append(run)
+        return run
+
     with a_place(tmp_path) as place:
-        yield place
-
-
-def written(place: Place, **fields: Any) -> Run:
-    run, _ = place.written(place.write("one", **({"ui": {"port": 0, "title": "Ask us"}} | fields)))
-    place.addresses.clear()
-    return run
+        yield write
+        for run in runs:
+            run.write_desired(Desired("down", 0))
 
 
 class Watched(Child):
     """With processes that live and answer as the test says."""
 
-    def __init__(self, run: Run, last: Part | None = None) -> None:
-        super().__init__(run, ChatPage(run), last)
+    def __init__(self, run: Run, is_placed: bool = False) -> None:
+        super().__init__(run, ChatPage(run, is_placed=is_placed), None)
         self.answers, self.started = True, list[list[str]]()
 
     def _start(self, argv: list[str]) -> Process:
@@ -48,8 +56,8 @@ class Watched(Child):
         return self.answers
 
 
-def test_the_page_gets_its_settings_and_keeps_its_port(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = written(place)
+def test_the_page_gets_its_settings_and_keeps_its_port(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = written()
     watched = Watched(run)
     monkeypatch.setattr("penstock.processes.is_alive", lambda process: len(watched.started) > 1)
     watched.turn(0.0)
@@ -63,11 +71,10 @@ def test_the_page_gets_its_settings_and_keeps_its_port(place: Place, monkeypatch
     assert len(watched.started) == 2 and watched.part.url == url and watched.part.n_restarts == 1
     watched.turn(4.0)
     assert watched.part.state == "running"
-    run.write_desired(Desired("down", 0))
 
 
-def test_a_slow_start_is_waited_for_and_a_hung_page_is_not(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = written(place)
+def test_a_slow_start_is_waited_for_and_a_hung_page_is_not(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = written()
     watched, killed = Watched(run), list[int]()
     monkeypatch.setattr("penstock.processes.is_alive", lambda process: True)
     monkeypatch.setattr("penstock.processes.signal_process", lambda process, number: killed.append(number))
@@ -81,11 +88,10 @@ def test_a_slow_start_is_waited_for_and_a_hung_page_is_not(place: Place, monkeyp
     watched.turn(120.0)
     watched.turn(122.0)
     assert len(killed) == 1 and watched.part.restarts[-1].reason == "it did not answer for 20 s"
-    run.write_desired(Desired("down", 0))
 
 
-def test_an_absent_extra_is_one_line_in_up_and_status(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = written(place)
+def test_an_absent_extra_is_one_line_in_up_and_status(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = written()
     with monkeypatch.context() as patch:
         patch.setattr("importlib.util.find_spec", lambda name: None)
         watched = Watched(run)
@@ -95,17 +101,14 @@ def test_an_absent_extra_is_one_line_in_up_and_status(place: Place, monkeypatch:
         assert ui.warning(run.deployment(), None) == f"ui: {line}"
     watched.turn(60.0)
     assert watched.part.state == "starting" and watched.part.note is None
-    run.write_desired(Desired("down", 0))
 
 
-def test_a_port_that_is_taken_is_one_line_too(place: Place) -> None:
-    import socket
-
+def test_a_port_that_is_taken_is_one_line_too(written: Written) -> None:
     with contextlib.closing(socket.socket()) as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        run = written(place, ui={"port": port})
+        run = written(ui={"port": port})
         watched = Watched(run)
         watched.turn(0.0)
         assert f"cannot listen on 127.0.0.1:{port}: address already in use" in str(watched.part.note)
@@ -113,11 +116,10 @@ def test_a_port_that_is_taken_is_one_line_too(place: Place) -> None:
         assert ui.warning(run.deployment(), run) is None, "a run that is replaced holds it itself"
     watched.turn(60.0)
     assert watched.part.state == "starting"
-    run.write_desired(Desired("down", 0))
 
 
-def test_without_a_login_everyone_uses_one_key_of_the_deployment(place: Place) -> None:
-    run = written(place, ui={"port": 0, "login": "none"}, gateway={"auth": "keys"})
+def test_without_a_login_everyone_uses_one_key_of_the_deployment(written: Written) -> None:
+    run = written(ui={"port": 0, "login": "none"}, gateway={"auth": "keys"})
     config = json.loads(ui.write_config(run, run.url, "127.0.0.1", 7860).read_text())
     file = Path(config["key_file"])
     assert not config["has_login"] and file.stat().st_mode & 0o077 == 0 and run.ui_folder.stat().st_mode & 0o077 == 0
@@ -131,21 +133,20 @@ def test_without_a_login_everyone_uses_one_key_of_the_deployment(place: Place) -
         ui.write_config(run, run.url, "127.0.0.1", 7860)
         assert file.read_text() != secret and keys.find(ui.KEY).secrets[0].hash == hash_of(file.read_text())
     assert secret not in run.ui_config.read_text() + run.events_file.read_text()
-    run.write_desired(Desired("down", 0))
 
 
 def test_next_to_a_placed_controller_it_is_for_other_machines_and_follows_the_gateway(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = written(place, ui={"port": 0}, gateway={"auth": "keys"})
-    watched, ended = Watched(run), list[object]()
-    watched.service = ChatPage(run, is_placed=True)
+    run = written(gateway={"auth": "keys"})
+    watched, ended = Watched(run, is_placed=True), list[object]()
     monkeypatch.setattr("penstock.hardware.network.own_addresses", lambda seen_from: ["10.0.0.7"])
     monkeypatch.setattr("penstock.processes.is_alive", lambda process: True)
     monkeypatch.setattr("penstock.processes.end", lambda processes, grace_s: ended.append(processes))
     watched.turn(0.0)
     config = json.loads(run.ui_config.read_text())
     assert (config["host"], watched.part.url) == ("0.0.0.0", f"http://10.0.0.7:{config['port']}")
+    assert config["has_login"] and config["key_file"] is None, "with keys people log in"
     watched.turn(1.0)
     assert (watched.part.state, ended) == ("running", [])
     monkeypatch.setattr(Run, "known_url", "http://10.0.0.9:8000")
@@ -155,11 +156,3 @@ def test_next_to_a_placed_controller_it_is_for_other_machines_and_follows_the_ga
     watched.turn(4.0)
     watched.turn(5.0)
     assert watched.part.state == "running", "the gateway is being placed: the page says offline until it is there"
-    run.write_desired(Desired("down", 0))
-
-
-def test_with_keys_people_log_in(place: Place) -> None:
-    run = written(place, ui=True, gateway={"auth": "keys"})
-    config = json.loads(ui.write_config(run, run.url, "127.0.0.1", 7860).read_text())
-    assert config["has_login"] and config["key_file"] is None
-    run.write_desired(Desired("down", 0))
