@@ -51,15 +51,17 @@ class Chat:
         )
         self.chip = page.locator("#penstock-state")
 
-    def ask(self, text: str) -> None:
+    def ask(self, text: str, shows: str | None = None) -> None:
+        """Until the conversation shows that."""
         self.box.fill(text)
         self.box.press("Enter")
+        if shows is not None:
+            expect(self.conversation).to_contain_text(shows)
 
     def ask_and_wait(self, text: str, answer: str | None = None) -> None:
         """Until the answer is whole, and kept."""
         n_before = self.figures.count()
-        self.ask(text)
-        expect(self.conversation).to_contain_text(answer or f"You said: {text}")
+        self.ask(text, answer or f"You said: {text}")
         self.wait_answered(n_before + 1)
 
     def act(self, name: str) -> Locator:
@@ -86,13 +88,11 @@ class Chat:
     def leaf(self) -> dict[str, Any]:
         """The last turn of what is kept in this tab."""
         conversation = self.stored()
-        turn: dict[str, Any] = conversation["turns"][conversation["leaf"]]
-        return turn
+        return conversation["turns"][conversation["leaf"]]  # type: ignore[no-any-return]
 
     def stored(self) -> dict[str, Any]:
         """This tab's conversation, as the browser has it."""
-        conversation: dict[str, Any] = json.loads(self.page.evaluate("penstock.current()"))
-        return conversation
+        return json.loads(self.page.evaluate("penstock.current()"))  # type: ignore[no-any-return]
 
     def texts(self) -> list[str]:
         """Of all turns, the oldest first."""

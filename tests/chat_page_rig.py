@@ -43,8 +43,7 @@ Result = TypeVar("Result")
 class Gate:
     """A place in an answer at which the engine waits until the test opens it."""
 
-    def __init__(self) -> None:
-        self.is_open = False
+    is_open = False
 
     def open(self) -> None:
         self.is_open = True
@@ -54,14 +53,13 @@ class Gate:
 class Answer:
     """What the engine streams: text, other deltas ({"reasoning": ...}), pauses in seconds, and gates.
 
-    `status` other than 200: refused, with `steps[0]` as the message. `dies`: the connection ends after the steps.
+    `status` other than 200: refused, with `steps[0]` as the message.
     """
 
     steps: tuple[str | float | Gate | dict[str, Any], ...]
     finish_reason: str = "stop"
     usage: dict[str, Any] = field(default_factory=lambda: {"prompt_tokens": 18, "completion_tokens": 3})
     status: int = 200
-    dies: bool = False
     headers: dict[str, str] = field(default_factory=dict)
 
 
@@ -70,7 +68,6 @@ class Asked:
     """A request as the engine got it. `is_cut`: its peer left before the end."""
 
     path: str
-    headers: dict[str, str]
     body: dict[str, Any]
     is_cut: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
@@ -97,11 +94,10 @@ class ScriptedEngine:
         return sum(asked.question == question and not asked.ended.is_set() for asked in self.asked)
 
     async def reply(self, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        headers = {name.decode().lower(): value.decode() for name, value in seen.head.headers}
         if not seen.body:
             writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
             return True
-        asked = Asked(seen.head.target.decode(), headers, json.loads(seen.body))
+        asked = Asked(seen.head.target.decode(), json.loads(seen.body))
         self.asked.append(asked)
         answer = self.answers.get(asked.question) or Answer(("You said: ", asked.question))
         if answer.status != 200:
@@ -146,9 +142,6 @@ async def _play(answer: Answer, asked: Asked, writer: asyncio.StreamWriter) -> N
             piece = {"delta": delta} if is_chat else {"text": step}
             writer.write(event([{"index": 0, **piece, "finish_reason": None}]))
             await writer.drain()
-    if answer.dies:
-        writer.transport.abort()
-        return
     end: dict[str, Any] = {"delta": {}} if is_chat else {"text": ""}
     writer.write(event([{"index": 0, **end, "finish_reason": answer.finish_reason}]))
     writer.write(event([], usage=answer.usage) + chunk(DONE) + b"0\r\n\r\n")

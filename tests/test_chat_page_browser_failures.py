@@ -18,8 +18,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 def test_killed_replica_leaves_the_text_and_offers_to_go_on(people: People, rig: ChatPage) -> None:
     rig.answers["long"] = Answer(("Half of it,", Gate()))
     chat = people.chat()
-    chat.ask("long")
-    expect(chat.conversation).to_contain_text("Half of it,")
+    chat.ask("long", "Half of it,")
     rig.kill_replicas()
     expect(chat.error).to_be_visible()
     expect(chat.conversation).to_contain_text("Half of it,")
@@ -62,10 +61,15 @@ def test_login_wants_a_key_that_the_gateway_takes(people: People, rig: ChatPage)
     page.keyboard.press("Enter")
     expect(page.locator("#penstock-message textarea")).to_be_visible()
     assert key not in page.content()
-    Chat(page, rig).ask_and_wait("hello")
+    chat = Chat(page, rig)
+    chat.ask_and_wait("hello")
     until(lambda: rig.n_counted("bob") == 1, "the question is counted for who asked it")
     cookie = next(cookie for cookie in page.context.cookies() if cookie["name"].startswith("penstock-ui"))
     assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Lax")
+    page.get_by_role("button", name="Log out").click()
+    expect(page.get_by_text("You logged out.")).to_be_visible()
+    page.goto(f"{rig.url}#key={rig.make_key('bob2')}")
+    expect(chat.chats).to_have_text(["hello"])  # the conversations stay in the browser
 
 
 @pytest.mark.nightly
@@ -138,7 +142,7 @@ TOO_LONG = (
 
 
 @pytest.mark.nightly
-def test_prompt_that_is_too_long_can_leave_out_the_oldest(people: People, rig: ChatPage) -> None:
+def test_refusals_offer_to_leave_out_the_oldest_and_to_ask_again(people: People, rig: ChatPage) -> None:
     chat = people.chat()
     chat.ask_and_wait("the oldest")
     rig.answers["too much"] = Answer((TOO_LONG,), status=400)
@@ -149,26 +153,19 @@ def test_prompt_that_is_too_long_can_leave_out_the_oldest(people: People, rig: C
     chat.act("shrink").click()
     expect(chat.conversation).to_contain_text("You said: too much")
     assert "the oldest" not in json.dumps(rig.engine.asked[-1].body["messages"])
-
-
-@pytest.mark.nightly
-def test_overload_is_told_with_a_countdown_and_asked_again(people: People, rig: ChatPage) -> None:
-    for question, after_s in (("busy", 3600), ("still busy", 5)):
-        refused = Answer(("too many requests",), status=429, headers={"Retry-After": str(after_s)})
-        rig.answers[question] = refused
-    chat = people.chat()
-    chat.ask("busy")
-    again = chat.error.locator("button[data-act=retry]")
-    expect(again).to_contain_text(re.compile(r"by itself in \d+ s"))
     chat.wait_over()
-    del rig.answers["busy"]
-    again.click()
-    expect(chat.conversation).to_contain_text("You said: busy")
-    chat.wait_answered()
-    chat.ask("still busy")
-    expect(chat.error).to_be_visible()
-    del rig.answers["still busy"]
-    expect(chat.conversation).to_contain_text("You said: still busy")
+    for question, after_s in (("busy", 3600), ("still busy", 5)):
+        headers = {"Retry-After": str(after_s)}
+        rig.answers[question] = Answer(("too many requests",), status=429, headers=headers)
+        chat.ask(question)
+        again = chat.error.locator("button[data-act=retry]")
+        expect(again).to_contain_text(re.compile(r"by itself in \d+ s"))
+        chat.wait_over()
+        del rig.answers[question]
+        if after_s > 60:
+            again.click()
+        expect(chat.conversation).to_contain_text(f"You said: {question}")
+        chat.wait_over()
 
 
 HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">

@@ -94,16 +94,6 @@ def test_conversation_leaves_as_a_command_that_carries_it(people: People, rig: C
 
 
 @pytest.mark.nightly
-def test_log_out_ends_the_session_and_keeps_the_conversations(people: People, rig: ChatPage) -> None:
-    chat = people.chat(people.context(is_logged_in=False), url=f"{rig.url}login#key={rig.make_key('leaver')}")
-    chat.ask_and_wait("hello")
-    chat.page.get_by_role("button", name="Log out").click()
-    expect(chat.page.get_by_text("You logged out.")).to_be_visible()
-    chat.page.goto(f"{rig.url}#key={rig.make_key('leaver2')}")
-    expect(chat.chats).to_have_text(["hello"])
-
-
-@pytest.mark.nightly
 def test_what_was_typed_on_any_tab_outlives_a_reload(people: People, rig: ChatPage) -> None:
     chat = people.chat()
     boxes = {"Completion": "Prompt", "Compare": "Question for both"}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import http.server
 import os
 import ssl
 import stat
-import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +28,12 @@ from penstock.errors import PenstockError, UserError
 from penstock.wire.answers import HttpError
 from penstock.wire.model_list import ModelCard
 
-GOOD = {"sk-alice", "sk-bob"}
-
 
 class Gateway:
-    """The keys that it takes; `is_away` and it does not answer."""
+    """Takes `keys`; `is_away` and it does not answer."""
 
-    def __init__(self) -> None:
-        self.keys, self.is_away = set(GOOD), False
+    keys = frozenset({"sk-alice", "sk-bob"})
+    is_away = False
 
     async def models(self, key: str | None) -> tuple[ModelCard, ...]:
         if self.is_away:
@@ -47,10 +43,10 @@ class Gateway:
         return (ModelCard("m"),)
 
 
-def page(folder: Path, gateway: Gateway, lines: list[str] | None = None, **fields: Any) -> TestClient:
+def page(folder: Path, gateway: Gateway, **fields: Any) -> TestClient:
     settings = {"has_login": True, "host": "127.0.0.1", "port": 7860, "title": "A <b>", **fields}
     config = PageConfig(gateway="http://g", folder=str(folder), **settings)
-    login = Login(config, (lines if lines is not None else []).append, gateway.models)
+    login = Login(config, print, gateway.models)
 
     async def home(request: Request) -> Response:
         cors = {"access-control-allow-origin": "http://127.0.0.1:1", "access-control-allow-credentials": "true"}
@@ -76,8 +72,8 @@ def gateway() -> Gateway:
 
 
 @pytest.fixture
-def chat(tmp_path: Path, gateway: Gateway) -> Iterator[TestClient]:
-    yield page(tmp_path, gateway)
+def chat(tmp_path: Path, gateway: Gateway) -> TestClient:
+    return page(tmp_path, gateway)
 
 
 def test_a_good_key_opens_the_page_and_is_the_key_of_its_session(chat: TestClient, tmp_path: Path) -> None:
@@ -125,7 +121,7 @@ def test_status_ends_the_session_of_a_refused_key_and_keeps_it_while_the_gateway
     assert restarted.get("/status").json()["state"] == "offline"
     assert restarted.get("/").status_code == 200
     gateway.is_away = False
-    gateway.keys.clear()
+    gateway.keys = frozenset()
     answer = chat.get("/status")
     assert (answer.status_code, answer.json()["state"]) == (401, "logged out")
     assert chat.get("/").status_code == 303
@@ -212,8 +208,7 @@ def test_a_prefix_is_a_path(prefix: str, clean: str) -> None:
 
 
 def test_old_uploads_of_a_killed_page_are_removed(tmp_path: Path) -> None:
-    for name, at in (("a/old.png", 10.0), ("b/new.png", 30.0)):
-        file = tmp_path / name
+    for file, at in ((tmp_path / "a" / "old.png", 10.0), (tmp_path / "b" / "new.png", 30.0)):
         file.parent.mkdir()
         file.touch()
         os.utime(file, (at, at))
@@ -226,12 +221,12 @@ def test_old_uploads_of_a_killed_page_are_removed(tmp_path: Path) -> None:
 
 
 def test_sessions_end_after_a_month_without_use(tmp_path: Path) -> None:
-    sessions = Sessions(tmp_path / "s.json", 0.0)
+    file, day = tmp_path / "s.json", 86400.0
+    sessions = Sessions(file, 0.0)
     token = sessions.open("k", 0.0)
-    day = 86400.0
     assert sessions.find(token, 29 * day) == (name_of(token), "k")
-    assert Sessions(tmp_path / "s.json", 58 * day).find(token, 58 * day) is not None
-    assert Sessions(tmp_path / "s.json", 100 * day).find(token, 100 * day) is None
+    assert Sessions(file, 58 * day).find(token, 58 * day) is not None
+    assert Sessions(file, 100 * day).find(token, 100 * day) is None
 
 
 def damage(file: Path) -> None:
@@ -284,24 +279,21 @@ def test_attempts_are_counted_by_address_and_together() -> None:
 
 
 def test_the_gateways_own_certificate_is_taken_at_its_address(certificate: tuple[Path, Path]) -> None:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = b'{"data": [{"id": "m"}]}'
-            self.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b'HTTP/1.1 200 OK\r\ncontent-length: 23\r\n\r\n{"data": [{"id": "m"}]}')
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*certificate)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        url = f"https://127.0.0.1:{server.server_port}"
-        assert asyncio.run(Upstream(url, str(certificate[0])).models("k")) == (ModelCard("m"),)
+    async def ask() -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*certificate)
+        server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
+        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert await Upstream(url, str(certificate[0])).models("k") == (ModelCard("m"),)
         with pytest.raises(PenstockError, match="certificate"):
-            asyncio.run(Upstream(url).models("k"))
-        server.shutdown()
+            await Upstream(url).models("k")
+        server.close()
+
+    asyncio.run(ask())
 
 
 def test_an_event_with_too_few_inputs_is_refused_without_its_text() -> None:

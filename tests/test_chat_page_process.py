@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import os
 import signal
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -41,10 +39,20 @@ importlib.util.find_spec = lambda name, *more: None if name == "gradio" else fin
 """
 
 
+Hook = Callable[[str], object]
+
+
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
     with a_place(tmp_path, 2 * START_S) as place:
         yield place
+
+
+@pytest.fixture
+def hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hook:
+    """Python that each process of the deployment runs at its start."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return (tmp_path / "sitecustomize.py").write_text
 
 
 def part_of(run: Run) -> Part:
@@ -55,7 +63,7 @@ def part_of(run: Run) -> Part:
 
 def wait_running(run: Run, n_restarts: int = 0) -> str:
     def is_so() -> bool:
-        return part_of(run).state == "running" and part_of(run).n_restarts == n_restarts
+        return (part_of(run).state, part_of(run).n_restarts) == ("running", n_restarts)
 
     wait_until(is_so, "the page runs", START_S)
     return str(part_of(run).url)
@@ -71,12 +79,10 @@ def state_of(client: httpx.Client) -> str:
 
 @pytest.mark.nightly
 def test_it_logs_in_comes_back_with_its_sessions_and_asks_no_other_host(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, tmp_path: Path, hook: Hook
 ) -> None:
     log = tmp_path / "connections"
-    (tmp_path / "hook").mkdir()
-    (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK.format(log=str(log)))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hook"))
+    hook(HOOK.format(log=str(log)))
     run = place.up(place.write("one", gateway={"auth": "keys"}, ui={"port": 0, "title": "Ask us"}))
     key = call("keys", "create", "alice", "--json").json["key"]
     url = wait_running(run)
@@ -117,17 +123,11 @@ def test_it_logs_in_comes_back_with_its_sessions_and_asks_no_other_host(
 
 
 def test_without_the_extra_the_deployment_serves_and_says_so(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, hook: Hook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "hook").mkdir()
-    (tmp_path / "hook" / "sitecustomize.py").write_text(WITHOUT_GRADIO)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hook"))
-    found = sys.modules["importlib.util"].find_spec
-
-    def without(name: str, package: str | None = None) -> Any:
-        return None if name == "gradio" else found(name, package)
-
-    monkeypatch.setattr("importlib.util.find_spec", without)
+    hook(WITHOUT_GRADIO)
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "gradio" else find(name, *more))
     started = call("up", place.write("one", ui=True))
     line = "the chat page is not installed: pip install 'penstock[ui]'"
     assert started.code == 0 and f"warning: ui: {line}" in started.err
@@ -156,13 +156,3 @@ def test_any_address_gets_a_page_until_ctrl_c(place: Place, monkeypatch: pytest.
             assert other.returncode == 2 and "address already in use" in out.lower() and "sk-mine" not in out
         child.send_signal(signal.SIGINT)
         assert child.wait(START_S) == 0
-
-
-@pytest.mark.nightly
-def test_a_hung_page_is_killed_and_comes_back(place: Place) -> None:
-    run = place.up(place.write("one", ui={"port": 0}))
-    url = wait_running(run)
-    place.addresses.add(url)
-    os.kill(pid_of(run, "ui"), signal.SIGSTOP)
-    assert wait_running(run, 1) == url
-    assert "it did not answer for 20 s" in call("status").out

@@ -170,7 +170,7 @@ def test_a_whole_answer_has_its_figures() -> None:
     upstream = Source(Waiting("prompt"), Chunk("hm", 0.1, is_reasoning=True), Chunk("Good", 0.6), REPLY)
     turn = answer(upstream)
     assert (turn.parent, turn.text, turn.reasoning, turn.reasoning_s) == ("q", "Good", "hm", 0.5)
-    assert turn.statistics is not None and turn.statistics.cost_usd == 0.00002 and turn.statistics.replica == "a-0"
+    assert turn.statistics == statistics.of_reply(REPLY, Price(1.0, 1.0)) and turn.statistics.cost_usd == 0.00002
     assert upstream.sent[0][0] == "sk" and upstream.sent[0][2] == {"model": "m", "max_tokens": 512}
 
 
