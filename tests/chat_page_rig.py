@@ -77,9 +77,7 @@ class Asked:
         if "prompt" in self.body:
             return str(self.body["prompt"])
         content = self.body["messages"][-1]["content"]
-        if isinstance(content, list):
-            return "".join(part.get("text", "") for part in content)
-        return str(content)
+        return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 class ScriptedEngine:
@@ -107,8 +105,7 @@ class ScriptedEngine:
         left = asyncio.ensure_future(reader.read(1))
         playing = asyncio.ensure_future(_play(answer, asked, writer))
         await asyncio.wait((left, playing), return_when=asyncio.FIRST_COMPLETED)
-        if left.done() and not playing.done():
-            asked.is_cut = True
+        asked.is_cut = not playing.done()
         playing.cancel()
         left.cancel()
         asked.ended.set()
@@ -149,7 +146,9 @@ async def _play(answer: Answer, asked: Asked, writer: asyncio.StreamWriter) -> N
 
 
 class ChatPage:
-    """`url`: of the page. `log`: what its process wrote."""
+    """`url`: of the page. `log`: what its process wrote. `rig`: the gateway that runs."""
+
+    rig: Rig
 
     def __init__(self, folder: Path, **changes: Any) -> None:
         self.folder = folder
@@ -157,24 +156,13 @@ class ChatPage:
         self.answers = self.engine.answers
         self.gateway_port, self.port = free_port("127.0.0.1"), free_port("127.0.0.1")
         self.log = folder / "page.log"
-        facts: dict[str, Any] = {
-            "gateway": f"http://127.0.0.1:{self.gateway_port}",
-            "host": "127.0.0.1",
-            "port": self.port,
-            "folder": str(folder / "page"),
-            "has_login": True,
-            "prices": {MODEL: PRICE},
-        }
-        self.config = PageConfig(**facts | changes)
+        gateway, home = f"http://127.0.0.1:{self.gateway_port}", str(folder / "page")
+        self.config = PageConfig(gateway, "127.0.0.1", self.port, home, True, prices={MODEL: PRICE}, **changes)
+        self.url = f"http://127.0.0.1:{self.port}/"
         self.process: subprocess.Popen[bytes] | None = None
-        self.rig: Rig | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}{self.config.root_path}/"
 
     def do(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """In the loop of gateway and engine."""
@@ -202,29 +190,31 @@ class ChatPage:
 
     def stop_gateway(self) -> None:
         """It and its engines; whoever streams is cut."""
-        if self.rig is not None:
-            self.do(self.rig.__aexit__())
-            self.rig = None
+        self.do(self.rig.__aexit__())
 
-    def add_replica(self, name: str = "0", **more: Any) -> None:
+    @contextlib.contextmanager
+    def another_gateway(self, **changes: Any) -> Iterator[None]:
+        """In place of the usual one for a while, without a replica."""
+        self.stop_gateway()
+        self.start_gateway(is_ready=False, **changes)
+        try:
+            yield
+        finally:
+            self.stop_gateway()
+            self.start_gateway()
+
+    def add_replica(self, **more: Any) -> None:
         """Or the same one at a new address; `more`: of its announcement."""
-        assert self.rig is not None
+        engine = self.do(self.rig.engine(self.engine.reply, "0"))
+        self.announce("ready", engine.url, **more)
 
-        async def add(rig: Rig) -> None:
-            engine = await rig.engine(self.engine.reply, name)
-            await rig.announce(name, engine.url, lease_s=3600, **more)
-
-        self.do(add(self.rig))
-
-    def announce(self, state: str, name: str = "0", url: str | None = None, **more: Any) -> None:
-        """A replica's state, as its node would tell."""
-        assert self.rig is not None
-        status, answer = self.do(self.rig.announce(name, url, state, lease_s=3600, **more))
+    def announce(self, state: str, url: str | None = None, **more: Any) -> None:
+        """The replica's state, as its node would tell."""
+        status, answer = self.do(self.rig.announce("0", url, state, lease_s=3600, **more))
         assert status == 200, answer
 
     def kill_replicas(self) -> None:
         """As kill -9 of the engines: their connections are reset and nobody listens. Their node says so."""
-        assert self.rig is not None
 
         async def kill(rig: Rig) -> None:
             for engine in rig._engines:
@@ -236,9 +226,8 @@ class ChatPage:
         self.do(kill(self.rig))
         self.announce("restarting", reason="the engine died")
 
-    def make_key(self, name: str, **limits: Any) -> str:
-        assert self.rig is not None
-        status, key = self.do(self.rig.admin("/admin/keys", {"name": name, **limits}))
+    def make_key(self, name: str) -> str:
+        status, key = self.do(self.rig.admin("/admin/keys", {"name": name}))
         assert status == 200, key
         return str(key["key"])
 
@@ -248,7 +237,6 @@ class ChatPage:
             client.get(f"/admin/keys/{name}", f"Authorization: Bearer {TOKEN}\r\n", method="DELETE")
             assert (await client.response())[0].status == 200
 
-        assert self.rig is not None
         self.do(revoke(self.rig))
 
     def n_counted(self, name: str) -> int:
@@ -283,11 +271,6 @@ class ChatPage:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             self.process = None
-
-    def wait_for_asked(self, n: int) -> Asked:
-        """The last of `n` requests at the engine."""
-        until(lambda: len(self.engine.asked) >= n, f"{n} requests at the engine")
-        return self.engine.asked[n - 1]
 
     def end(self) -> None:
         self.kill_page()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.chat.failures import counted, failure_of, needs_count, too_long
+from penstock.chat.failures import failure_of, too_long
 from penstock.chat.waiting import show_waiting
 from penstock.errors import PenstockError, UserError
 from penstock.gateway.responses import error_body
@@ -116,14 +116,6 @@ def test_what_vllm_says_is_understood() -> None:
     assert {kinds.pop(name) for name in [*kinds] if "too long" in name} == {"too_long"}
     assert {kinds.pop(name) for name in ("unknown model", "embeddings", "no such route")} == {"model"}
     assert kinds.pop("wrong method") == "failed" and set(kinds.values()) == {"refused"}
-
-
-def test_tokens_that_the_server_did_not_count_are_counted() -> None:
-    failure = failure_of(answered(400, f"{LONG}512 output tokens and your prompt contains at least 3585 input", "400"))
-    assert needs_count(failure)
-    exact = counted(failure, {"count": 5000, "max_model_len": 4096, "tokens": []}, 512)
-    assert (exact.over_tokens, exact.request_id, needs_count(exact)) == (1416, "req-1", False)
-    assert counted(failure, {"count": 10, "max_model_len": 4096}, None) == counted(failure, "odd", 5) == failure
 
 
 ENGINE_LOST = BrokenAnswer("x", words=ServerWords("replica a-0 ended"))

@@ -109,9 +109,7 @@ def test_gateway_that_is_away_is_said_and_comes_back_without_a_reload(people: Pe
 def test_wait_for_a_replica_and_the_place_in_the_queue_are_told(people: People, rig: ChatPage) -> None:
     gate = Gate()
     rig.answers["long"] = Answer(("Once", gate))
-    rig.stop_gateway()
-    rig.start_gateway(is_ready=False, max_in_flight=1)
-    try:
+    with rig.another_gateway(max_in_flight=1):
         rig.announce("loading", progress={"stage": "loading weights", "fraction": 0.45, "eta_s": 12.0})
         chats = [people.chat() for _ in range(3)]
         expect(chats[0].chip).to_have_text("loading 45 %, 12 s")
@@ -130,9 +128,6 @@ def test_wait_for_a_replica_and_the_place_in_the_queue_are_told(people: People, 
         expect(chats[2].clock).to_contain_text("in the queue: 1 before you")
         gate.open()
         expect(chats[2].conversation).to_contain_text("You said: third")
-    finally:
-        rig.stop_gateway()
-        rig.start_gateway()
 
 
 TOO_LONG = (

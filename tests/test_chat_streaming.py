@@ -174,11 +174,18 @@ def test_a_whole_answer_has_its_figures() -> None:
     assert upstream.sent[0][0] == "sk" and upstream.sent[0][2] == {"model": "m", "max_tokens": 512}
 
 
-@pytest.mark.parametrize(("piece", "text"), [(Chunk("half", 0.1), "half"), (Waiting("queue", ahead=3), "")])
-def test_an_answer_that_is_stopped_keeps_what_was_said(piece: Chunk | Waiting, text: str) -> None:
-    turn = answer(Source(piece, None), stops=True)
+@pytest.mark.parametrize(
+    ("pieces", "text", "reason"),
+    [
+        ((Chunk("half", 0.1), None), "half", "stopped"),
+        ((Waiting("queue", ahead=3), None), "", "stopped"),
+        ((Chunk("Good", 0.1), REPLY, None), "Good", "stop"),  # after the end
+    ],
+)
+def test_an_answer_that_is_stopped_keeps_what_was_said(pieces: tuple[Any, ...], text: str, reason: str) -> None:
+    turn = answer(Source(*pieces), stops=True)
     assert turn.statistics is not None
-    assert (turn.text, turn.finish_reason, turn.statistics.finish_reason) == (text, "stopped", "stopped")
+    assert (turn.text, turn.finish_reason, turn.statistics.finish_reason) == (text, reason, reason)
 
 
 def test_an_answer_that_is_kept_before_its_end_is_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,10 +202,6 @@ def test_a_question_can_be_asked_when_nothing_answers_it() -> None:
     assert "Ask" in conversation_boxes(asked)[-1].text
     for boxes, _ in updates(Source(Chunk("Good", 0.1), REPLY)):
         assert "Ask" not in "".join(box.text for box in boxes if box.role == "user")
-
-
-def test_a_stop_after_the_end_changes_nothing() -> None:
-    assert answer(Source(Chunk("Good", 0.1), REPLY, None), stops=True).finish_reason == "stop"
 
 
 def test_a_lost_answer_goes_on_where_it_broke_off() -> None:

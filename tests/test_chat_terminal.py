@@ -36,6 +36,11 @@ def engine() -> Iterator[InThread]:
         yield running
 
 
+@pytest.fixture
+def client(engine: InThread) -> Client:
+    return Client(engine.url, timeout_s=5)
+
+
 class Terminal(io.StringIO):
     """A stream that says it is a terminal."""
 
@@ -56,15 +61,21 @@ def typing(*lines: str | type[BaseException]) -> ReadLine:
     return read_line
 
 
-def talk(engine: InThread, *lines: str | type[BaseException], settings: Settings = SHORT, tty: bool = False) -> str:
+def talk(client: Client, *lines: str | type[BaseException], settings: Settings = SHORT, tty: bool = False) -> str:
     out = Terminal() if tty else io.StringIO()
-    chat(Client(engine.url, timeout_s=5), settings, stdout=out, read_line=typing(*lines))
+    chat(client, settings, stdout=out, read_line=typing(*lines))
     return out.getvalue()
 
 
-def pipe(engine: InThread, text: str, settings: Settings = SHORT, options: ChatOptions = PLAIN) -> str:
+def pipe(client: Client, text: str, settings: Settings = SHORT, options: ChatOptions = PLAIN) -> str:
     out = io.StringIO()
-    chat(Client(engine.url, timeout_s=5), settings, options, stdin=io.StringIO(text), stdout=out)
+    chat(client, settings, options, stdin=io.StringIO(text), stdout=out)
+    return out.getvalue()
+
+
+def once(client: Client, text: str = "x", settings: Settings = SERVER_DEFAULTS, tty: bool = False) -> str:
+    out = Terminal() if tty else io.StringIO()
+    chat(client, settings, once=text, stdout=out)
     return out.getvalue()
 
 
@@ -97,12 +108,10 @@ def reply(text: str, n_tokens: int | None = None) -> Reply:
     return Reply(text, "stop", 1, n_tokens, 0.012, 0.5, 310.4, None, None)
 
 
-def test_one_question_or_lines_from_a_pipe_give_answers_only(engine: InThread) -> None:
-    out = io.StringIO()
-    chat(Client(engine.url), SHORT, once="hello there", stdout=out)
-    assert out.getvalue() == "1:hello 2:there 3:hello\n"
-    assert pipe(engine, "tell me\n", Settings(max_tokens=20)) == expected_text("tell me", 20) + "\n"
-    assert pipe(engine, "a b\n\n  \nc\n") == "1:a 2:b 3:a\n1:c 2:c 3:c\n"
+def test_one_question_or_lines_from_a_pipe_give_answers_only(client: Client) -> None:
+    assert once(client, "hello there", SHORT) == "1:hello 2:there 3:hello\n"
+    assert pipe(client, "tell me\n", Settings(max_tokens=20)) == expected_text("tell me", 20) + "\n"
+    assert pipe(client, "a b\n\n  \nc\n") == "1:a 2:b 3:a\n1:c 2:c 3:c\n"
 
 
 # Typed lines; ^C is the key.
@@ -134,12 +143,14 @@ def chosen(body: dict[str, object]) -> str:
 
 
 @pytest.mark.parametrize("name", TALKS)
-def test_a_talk_is_the_golden_one(name: str, engine: InThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_talk_is_the_golden_one(
+    name: str, engine: InThread, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a person sees of typed lines, and the messages that are sent. PENSTOCK_WRITE_GOLDEN=1 writes the file."""
     monkeypatch.chdir(tmp_path)
     (settings, lines), n_before = TALKS[name], len(engine.seen)
     typed = (KeyboardInterrupt if line == "^C" else line for line in lines.split("|"))
-    shown = talk(engine, *typed, settings=settings).replace(engine.url, "URL")
+    shown = talk(client, *typed, settings=settings).replace(engine.url, "URL")
     shown = re.sub(r"TTFT .*(?=· 3 tokens)", "TTFT and speed ", shown)
     bodies = [json.loads(request.body) for request in engine.seen[n_before:] if request.body]
     shown += "\n".join(f"sent to {body['model']}: {json.dumps(body['messages'])}{chosen(body)}" for body in bodies)
@@ -147,101 +158,89 @@ def test_a_talk_is_the_golden_one(name: str, engine: InThread, tmp_path: Path, m
     saved = "".join(f"\n\nsaved:\n{path.read_text('utf-8')}" for path in tmp_path.iterdir())
     path = Path(__file__).parent / "golden" / "chat" / f"{name}.txt"
     if os.environ.get("PENSTOCK_WRITE_GOLDEN"):
-        path.parent.mkdir(exist_ok=True)
         path.write_text(f"{shown}{saved}\n", "utf-8")
     assert f"{shown}{saved}\n" == path.read_text("utf-8")
 
 
-def test_completion_sends_raw_prompts_without_a_conversation(engine: InThread) -> None:
-    said = pipe(engine, "Singapore is a\nFrance is a\n", Settings(max_tokens=2), ChatOptions(completion=True))
+def test_completion_sends_raw_prompts_without_a_conversation(engine: InThread, client: Client) -> None:
+    said = pipe(client, "Singapore is a\nFrance is a\n", Settings(max_tokens=2), ChatOptions(completion=True))
     assert said == "1:Singapore 2:is\n1:France 2:is\n"
     assert json.loads(engine.seen[-1].body)["prompt"] == "France is a"
 
 
-def test_json_gives_one_line_for_each_answer(engine: InThread) -> None:
-    lines = pipe(engine, "/stats\na b\nc\n", SHORT, ChatOptions(as_json=True)).splitlines()
+def test_json_gives_one_line_for_each_answer(client: Client) -> None:
+    lines = pipe(client, "/stats\na b\nc\n", SHORT, ChatOptions(as_json=True)).splitlines()
     first, second = map(json.loads, lines)
     assert (first["text"], second["text"]) == ("1:a 2:b 3:a", "1:c 2:c 3:c")
     assert (first["output_tokens"], first["finish_reason"], first["model"]) == (3, "length", "m")
     assert first["ttft_s"] > 0
 
 
-def test_a_conversation_goes_on_from_a_file(engine: InThread, tmp_path: Path) -> None:
+def test_a_conversation_goes_on_from_a_file(engine: InThread, client: Client, tmp_path: Path) -> None:
     path, n_before = tmp_path / "talk.json", len(engine.seen)
-    talk(engine, "a", "b", "/retry", f"/save {path}", settings=replace(SHORT, system="whisper"))
-    shown = talk(engine, "x", f"/load {path}", "c", f"/load {path}x", f"/load {tmp_path}", "/load")
+    talk(client, "a", "b", "/retry", f"/save {path}", settings=replace(SHORT, system="whisper"))
+    shown = talk(client, "x", f"/load {path}", "c", f"/load {path}x", f"/load {tmp_path}", "/load")
     assert "(a: 4 messages)\n1:c 2:c 3:c\n" in shown and shown.count("error: could not read") == 3
     last = [json.loads(request.body)["messages"] for request in engine.seen[n_before:] if request.body][-1]
     assert [message["content"] for message in last] == ["whisper", "a", "1:a 2:a 3:a", "b", "1:b 2:b 3:b", "c"]
     path.write_bytes(b"[" + path.read_bytes() + b"," + path.read_bytes() + b"]")
-    assert "it has 2 conversations" in talk(engine, f"/load {path}")
+    assert "it has 2 conversations" in talk(client, f"/load {path}")
     for verb in ("load", "save"):
-        assert 'cannot use the file name "~nobody-here/x"' in talk(engine, f"/{verb} ~nobody-here/x")
+        assert 'cannot use the file name "~nobody-here/x"' in talk(client, f"/{verb} ~nobody-here/x")
 
 
-def test_a_terminal_shows_what_the_answer_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-
-    waits = Waiting("queue", ahead=3), Waiting("prompt")
-    shown = "in the queue: 3 before you\rprocessing prompt\ryes\n"
-    for out, expected in ((Terminal(), shown), (io.StringIO(), "yes\n")):
-        chat(Scripted(*waits, Chunk("yes", 0.1), reply("yes")), once="x", stdout=out)
-        assert re.sub("\r *\r", "\r", out.getvalue()) == expected
-
-
-def test_a_failure_in_a_script_is_raised(engine: InThread) -> None:
+def test_a_failure_in_a_script_is_raised(client: Client) -> None:
     with pytest.raises(PenstockError, match="does not exist"):
-        pipe(engine, "a\nb\n", Settings("nope"))
+        pipe(client, "a\nb\n", Settings("nope"))
     with pytest.raises(PenstockError, match="unknown command /nope"):
-        pipe(engine, "/nope\n")
+        pipe(client, "/nope\n")
 
 
 def test_ctrl_c_stops_the_answer_closes_the_stream_and_keeps_what_was_said() -> None:
     client = Scripted(Chunk("half", 0.1), KeyboardInterrupt(), Chunk(" never", 0.2))
-    out = io.StringIO()
-    chat(client, SERVER_DEFAULTS, stdout=out, read_line=typing("one", "two"))
+    shown = talk(client, "one", "two", settings=SERVER_DEFAULTS)
     assert client.is_closed
-    assert "half\n(stopped)\n" in out.getvalue() and "never" not in out.getvalue()
+    assert "half\n(stopped)\n" in shown and "never" not in shown
     assert client.asked[1][:2] == [{"role": "user", "content": "one"}, {"role": "assistant", "content": "half"}]
-    script = Scripted(Chunk("half", 0.1), KeyboardInterrupt())
+    client = Scripted(Chunk("half", 0.1), KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):  # a script ends
-        chat(script, SERVER_DEFAULTS, once="x", stdout=io.StringIO())
-    assert script.is_closed
+        once(client)
+    assert client.is_closed
 
 
 def test_only_a_terminal_gets_colour_and_no_color_takes_it_away(
-    engine: InThread, monkeypatch: pytest.MonkeyPatch
+    client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\x1b[2mTTFT" in talk(engine, "/stats", "a", tty=True)
-    assert "\x1b" not in talk(engine, "/stats", "a")
+    assert "\x1b[2mTTFT" in talk(client, "/stats", "a", tty=True)
+    assert "\x1b" not in talk(client, "/stats", "a")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b" not in talk(engine, "/stats", "a", tty=True)
+    assert "\x1b" not in talk(client, "/stats", "a", tty=True)
 
 
-CALLS = (ToolCall("find", '{"x": 1}'),)
 OWNED = "a\x1b]0;owned\x07\tb\x9b2J\n"  # a model cannot drive the terminal, but a pipe gets its bytes
+YES = Chunk("yes", 0.2), reply("yes")
+WAITS = Waiting("queue", ahead=3), Waiting("prompt")
+CALLS = (ToolCall("find", '{"x": 1}'),)
+CALL = Chunk("", 0.1, tool_calls=CALLS), dataclasses.replace(reply(""), tool_calls=CALLS)
 
 
 @pytest.mark.parametrize(
-    ("chunks", "on_terminal", "in_pipe"),
+    ("items", "on_terminal", "in_pipe"),
     [
         ((Chunk(OWNED, 0.1), reply(OWNED)), "a]0;owned\tb2J\n", OWNED),
-        ((Chunk("hm ", 0.1, is_reasoning=True), Chunk("yes", 0.2), reply("yes")), "hm yes\n", "yes\n"),
-        (
-            (Chunk("", 0.1, tool_calls=CALLS), dataclasses.replace(reply(""), tool_calls=CALLS)),
-            'find({"x": 1})\n',
-            'find({"x": 1})\n',
-        ),
+        ((Chunk("hm ", 0.1, is_reasoning=True), *YES), "hm yes\n", "yes\n"),
+        ((*WAITS, *YES), "in the queue: 3 before you\rprocessing prompt\ryes\n", "yes\n"),
+        (CALL, 'find({"x": 1})\n', 'find({"x": 1})\n'),
     ],
+    ids=["control characters", "reasoning", "waits", "tool calls"],
 )
-def test_control_characters_reasoning_and_tool_calls(
-    chunks: tuple[Chunk | Reply, ...], on_terminal: str, in_pipe: str, monkeypatch: pytest.MonkeyPatch
+def test_a_terminal_shows_more_than_a_pipe_gets(
+    items: tuple[Chunk | Reply | Waiting, ...], on_terminal: str, in_pipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    for out, expected in ((Terminal(), on_terminal), (io.StringIO(), in_pipe)):
-        chat(Scripted(*chunks), SERVER_DEFAULTS, once="x", stdout=out)
-        assert out.getvalue() == expected
+    assert re.sub("\r *\r", "\r", once(Scripted(*items), tty=True)) == on_terminal
+    assert once(Scripted(*items)) == in_pipe
 
 
 def test_a_message_may_span_lines() -> None:
@@ -271,9 +270,7 @@ LOST = PenstockError("lost the connection to X: reset", is_retryable=True)
 def test_an_answer_that_breaks_off_ends_its_line_before_the_error(
     items: tuple[Chunk | PenstockError, ...], expected: str
 ) -> None:
-    out = io.StringIO()
-    chat(Scripted(*items), stdout=out, read_line=typing("x"))
-    assert expected in out.getvalue()
+    assert expected in talk(Scripted(*items), "x", settings=SERVER_DEFAULTS)
 
 
 def test_history_is_kept_in_the_file_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,12 +309,11 @@ def test_a_terminal_shows_markdown_wrapped_at_words(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("COLUMNS", "40")
     text = "# Title\n\nSome **bold** words that go on for more than one line of forty columns.\n\n"
     text += "```\ncode\n\n**in code**\n```\n"
-    out = Terminal()
-    chat(Scripted(*(Chunk(letter, 0.1) for letter in text), reply(text)), SERVER_DEFAULTS, once="x", stdout=out)
-    drawn = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", out.getvalue().replace("\r", "\n"))
+    shown = once(Scripted(*(Chunk(letter, 0.1) for letter in text), reply(text)), tty=True)
+    drawn = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown.replace("\r", "\n"))
     lines = [line.strip() for line in drawn.splitlines()]
     assert "Some bold words that go on for more than" in lines and "one line of forty columns." in lines
     assert "Title" in drawn and "code" in lines
     assert "**" not in drawn.rpartition("Some bold words")[2].replace("**in code**", "")
     assert "**in code**" in lines, "an empty line does not end the code"
-    assert "\x1b[1mbold\x1b[0m" in out.getvalue()
+    assert "\x1b[1mbold\x1b[0m" in shown

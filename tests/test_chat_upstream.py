@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 
 import httpx
 import msgspec
@@ -19,10 +19,12 @@ END = b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\
 HELD = write_comment(Waiting("loading", shards_done=17, shards_total=30))
 
 
-class Body(httpx.AsyncByteStream):
-    def __init__(self, pieces: Iterable[bytes | Exception]) -> None:
-        self.pieces = pieces
-        self.is_closed = False
+class Server(httpx.AsyncByteStream):
+    """Gives one answer, whose body this is, and keeps what it was asked."""
+
+    def __init__(self, *pieces: bytes | Exception, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.pieces, self.status, self.headers, self.is_closed = pieces, status, headers or {}, False
+        self.asked: list[httpx.Request] = []
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         for piece in self.pieces:
@@ -33,18 +35,10 @@ class Body(httpx.AsyncByteStream):
     async def aclose(self) -> None:
         self.is_closed = True
 
-
-class Server:
-    """Gives one answer, and keeps what it was asked."""
-
-    def __init__(self, *pieces: bytes | Exception, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        self.body, self.status, self.headers = Body(pieces), status, headers or {}
-        self.asked: list[httpx.Request] = []
-
     async def answer(self, request: httpx.Request) -> httpx.Response:
         await request.aread()
         self.asked.append(request)
-        return httpx.Response(self.status, headers=self.headers, stream=self.body)
+        return httpx.Response(self.status, headers=self.headers, stream=self)
 
     def upstream(self) -> Upstream:
         return Upstream("http://gateway/v1/", transport=httpx.MockTransport(self.answer))
@@ -74,7 +68,7 @@ def test_stream_gives_what_it_waits_for_then_pieces_then_the_reply() -> None:
     assert (asked.headers["authorization"], asked.headers["x-penstock-progress"]) == ("Bearer sk-1", "1")
     more = {"seed": 1, "stream": True, "stream_options": {"include_usage": True}}
     assert msgspec.json.decode(asked.content) == {"messages": HI, **more}
-    assert server.body.is_closed
+    assert server.is_closed
 
 
 def test_refusal_has_the_words_of_the_server_and_its_retry_after() -> None:
@@ -115,5 +109,5 @@ def test_closing_the_stream_closes_the_connection() -> None:
         await stream.aclose()
 
     asyncio.run(read_one())
-    assert server.body.is_closed
+    assert server.is_closed
     assert "authorization" not in server.asked[0].headers
