@@ -21,32 +21,13 @@ from penstock.gateway.accounting.key_store import KeyStore, hash_of
 from penstock.run_folder import Desired, Run
 from penstock.wire.announcement import Process
 
-Written = Callable[..., Run]
-
-
-@pytest.fixture
-def written(tmp_path: Path) -> Iterator[Written]:
-    """The run of a deployment with a chat page, which is down at the end."""
-    runs = list[Run]()
-
-    def write(**fields: Any) -> Run:
-        run, _ = place.written(place.write("one", **({"ui": {"port": 0, "title": "Ask us"}} | fields)))
-        place.addresses.clear()
-        runs.append(run)
-        return run
-
-    with a_place(tmp_path) as place:
-        yield write
-        for run in runs:
-            run.write_desired(Desired("down", 0))
-
 
 class Watched(Child):
     """With processes that live and answer as the test says."""
 
-    def __init__(self, run: Run, is_placed: bool = False) -> None:
+    def __init__(self, run: Run, is_placed: bool) -> None:
         super().__init__(run, ChatPage(run, is_placed=is_placed), None)
-        self.answers, self.started = True, list[list[str]]()
+        self.run, self.answers, self.started = run, True, list[list[str]]()
 
     def _start(self, argv: list[str]) -> Process:
         self.started.append(argv)
@@ -56,9 +37,29 @@ class Watched(Child):
         return self.answers
 
 
-def test_the_page_gets_its_settings_and_keeps_its_port(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = written()
-    watched = Watched(run)
+Watch = Callable[..., Watched]
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Iterator[Watch]:
+    """The chat page of a deployment, which is down at the end."""
+    runs = list[Run]()
+
+    def written(is_placed: bool = False, **fields: Any) -> Watched:
+        run, _ = place.written(place.write("one", **({"ui": {"port": 0, "title": "Ask us"}} | fields)))
+        place.addresses.clear()
+        runs.append(run)
+        return Watched(run, is_placed)
+
+    with a_place(tmp_path) as place:
+        yield written
+        for run in runs:
+            run.write_desired(Desired("down", 0))
+
+
+def test_the_page_gets_its_settings_and_keeps_its_port(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = watch()
+    run = watched.run
     monkeypatch.setattr("penstock.processes.is_alive", lambda process: len(watched.started) > 1)
     watched.turn(0.0)
     config = json.loads(run.ui_config.read_text())
@@ -73,9 +74,8 @@ def test_the_page_gets_its_settings_and_keeps_its_port(written: Written, monkeyp
     assert watched.part.state == "running"
 
 
-def test_a_slow_start_is_waited_for_and_a_hung_page_is_not(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = written()
-    watched, killed = Watched(run), list[int]()
+def test_a_slow_start_is_waited_for_and_a_hung_page_is_not(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, killed = watch(), list[int]()
     monkeypatch.setattr("penstock.processes.is_alive", lambda process: True)
     monkeypatch.setattr("penstock.processes.signal_process", lambda process, number: killed.append(number))
     watched.turn(0.0)
@@ -90,36 +90,35 @@ def test_a_slow_start_is_waited_for_and_a_hung_page_is_not(written: Written, mon
     assert len(killed) == 1 and watched.part.restarts[-1].reason == "it did not answer for 20 s"
 
 
-def test_an_absent_extra_is_one_line_in_up_and_status(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = written()
+def test_an_absent_extra_is_one_line_in_up_and_status(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = watch()
     with monkeypatch.context() as patch:
         patch.setattr("importlib.util.find_spec", lambda name: None)
-        watched = Watched(run)
         watched.turn(0.0)
         line = "the chat page is not installed: pip install 'penstock[ui]'"
         assert (watched.part.state, watched.part.note, watched.started) == ("gone", line, [])
-        assert ui.warning(run.deployment(), None) == f"ui: {line}"
+        assert ui.warning(watched.run.deployment(), None) == f"ui: {line}"
     watched.turn(60.0)
     assert watched.part.state == "starting" and watched.part.note is None
 
 
-def test_a_port_that_is_taken_is_one_line_too(written: Written) -> None:
+def test_a_port_that_is_taken_is_one_line_too(watch: Watch) -> None:
     with contextlib.closing(socket.socket()) as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        run = written(ui={"port": port})
-        watched = Watched(run)
+        watched = watch(ui={"port": port})
+        deployment = watched.run.deployment()
         watched.turn(0.0)
         assert f"cannot listen on 127.0.0.1:{port}: address already in use" in str(watched.part.note)
-        assert "set ui.port" in str(ui.warning(run.deployment(), None))
-        assert ui.warning(run.deployment(), run) is None, "a run that is replaced holds it itself"
+        assert "set ui.port" in str(ui.warning(deployment, None))
+        assert ui.warning(deployment, watched.run) is None, "a run that is replaced holds it itself"
     watched.turn(60.0)
     assert watched.part.state == "starting"
 
 
-def test_without_a_login_everyone_uses_one_key_of_the_deployment(written: Written) -> None:
-    run = written(ui={"port": 0, "login": "none"}, gateway={"auth": "keys"})
+def test_without_a_login_everyone_uses_one_key_of_the_deployment(watch: Watch) -> None:
+    run = watch(ui={"port": 0, "login": "none"}, gateway={"auth": "keys"}).run
     config = json.loads(ui.write_config(run, run.url, "127.0.0.1", 7860).read_text())
     file = Path(config["key_file"])
     assert not config["has_login"] and file.stat().st_mode & 0o077 == 0 and run.ui_folder.stat().st_mode & 0o077 == 0
@@ -136,15 +135,14 @@ def test_without_a_login_everyone_uses_one_key_of_the_deployment(written: Writte
 
 
 def test_next_to_a_placed_controller_it_is_for_other_machines_and_follows_the_gateway(
-    written: Written, monkeypatch: pytest.MonkeyPatch
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = written(gateway={"auth": "keys"})
-    watched, ended = Watched(run, is_placed=True), list[object]()
+    watched, ended = watch(is_placed=True, gateway={"auth": "keys"}), list[object]()
     monkeypatch.setattr("penstock.hardware.network.own_addresses", lambda seen_from: ["10.0.0.7"])
     monkeypatch.setattr("penstock.processes.is_alive", lambda process: True)
     monkeypatch.setattr("penstock.processes.end", lambda processes, grace_s: ended.append(processes))
     watched.turn(0.0)
-    config = json.loads(run.ui_config.read_text())
+    config = json.loads(watched.run.ui_config.read_text())
     assert (config["host"], watched.part.url) == ("0.0.0.0", f"http://10.0.0.7:{config['port']}")
     assert config["has_login"] and config["key_file"] is None, "with keys people log in"
     watched.turn(1.0)
