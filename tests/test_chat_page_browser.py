@@ -10,17 +10,22 @@ from typing import Any
 
 import httpx
 import pytest
-from chat_page_driver import PHONE, People, browser_fixture, cookies_fixture, people_fixture, rig_fixture, violations  # noqa: F401
+from chat_page_driver import (  # noqa: F401
+    PHONE,
+    Chat,
+    People,
+    browser_fixture,
+    cookies_fixture,
+    people_fixture,
+    rig_fixture,
+    violations,
+)
 from chat_page_rig import Answer, ChatPage, Gate
 from path_proxy import PathProxy
 from playwright.sync_api import FilePayload, expect
 from waiting import left_s, until
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
-
-
-def nightly(value: object) -> Any:
-    return pytest.param(value, marks=pytest.mark.nightly)
 
 
 PIXEL = base64.b64decode(
@@ -44,6 +49,29 @@ def test_first_question_is_answered_with_figures_and_kept(people: People, rig: C
     asked = rig.engine.asked[0].body
     assert (asked["max_tokens"], asked["messages"][-1]) == (512, {"role": "user", "content": "hello"})
     assert chat.leaf["text"] == "Good morning"
+
+
+def test_login_wants_a_key_that_the_gateway_takes(people: People, rig: ChatPage) -> None:
+    key = rig.make_key("bob")
+    page = people.tab(is_logged_in=False)
+    expect(page.get_by_label("API key")).to_be_focused()
+    assert violations(page) == []
+    page.keyboard.type("wrong")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("key")
+    page.get_by_label("API key").fill(key)
+    page.keyboard.press("Enter")
+    expect(page.locator("#penstock-message textarea")).to_be_visible()
+    assert key not in page.content()
+    chat = Chat(page, rig)
+    chat.ask_and_wait("hello")
+    until(lambda: rig.n_counted("bob") == 1, "the question is counted for who asked it")
+    cookie = next(cookie for cookie in page.context.cookies() if cookie["name"].startswith("penstock-ui"))
+    assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Lax")
+    page.get_by_role("button", name="Log out").click()
+    expect(page.get_by_text("You logged out.")).to_be_visible()
+    page.goto(f"{rig.url}#key={rig.make_key('bob2')}")
+    expect(chat.chats).to_have_text(["hello"])  # the conversations stay in the browser
 
 
 @pytest.mark.nightly
@@ -75,7 +103,7 @@ def test_text_is_shown_before_the_answer_ends_and_reasoning_and_calls_are_folded
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("how", ["button", "closed tab", nightly("escape"), nightly("new chat")])
+@pytest.mark.parametrize("how", ["button", "closed tab", "escape", "new chat"])
 def test_end_of_the_interest_ends_the_work_of_the_engine(people: People, rig: ChatPage, how: str) -> None:
     rig.answers["long"] = Answer(("Once upon a time", Gate()))
     chat = people.chat()
@@ -306,7 +334,7 @@ def test_settings_go_with_the_question_and_stay_with_the_conversation(people: Pe
     assert len(sent["messages"]) == 1 and {name: sent[name] for name in numbers} == numbers
 
 
-@pytest.mark.parametrize("look", ["light", "phone", nightly("dark")])
+@pytest.mark.parametrize("look", ["light", "phone", pytest.param("dark", marks=pytest.mark.nightly)])
 def test_page_has_no_serious_violation(people: People, rig: ChatPage, look: str) -> None:
     steps = (
         {"reasoning": "Hm."},
@@ -343,7 +371,7 @@ def test_answer_of_200_kb_is_shown_and_kept_whole(people: People, rig: ChatPage)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("strips", [True, nightly(False)])
+@pytest.mark.parametrize("strips", [True, False])
 def test_page_works_below_a_path(people: People, rig: ChatPage, strips: bool) -> None:
     with PathProxy(rig.port, "/x/y", strips=strips) as proxy:
         people.origins.add(proxy.url.split("/")[2])

@@ -11,10 +11,9 @@ from chat_page_rig import Answer, ChatPage, Gate
 from playwright.sync_api import expect
 from waiting import left_s, until
 
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser"), pytest.mark.nightly]
 
 
-@pytest.mark.nightly
 def test_killed_replica_leaves_the_text_and_offers_to_go_on(people: People, rig: ChatPage) -> None:
     rig.answers["long"] = Answer(("Half of it,", Gate()))
     chat = people.chat()
@@ -32,7 +31,6 @@ def test_killed_replica_leaves_the_text_and_offers_to_go_on(people: People, rig:
     assert chat.leaf["text"] == "Half of it, and the other half."
 
 
-@pytest.mark.nightly
 def test_killed_page_process_comes_back_with_all_that_was_there(people: People, rig: ChatPage) -> None:
     rig.answers["long"] = Answer(("Half of it", Gate()))
     chat = people.chat()
@@ -49,30 +47,6 @@ def test_killed_page_process_comes_back_with_all_that_was_there(people: People, 
     expect(chat.conversation).to_contain_text("You said: not sent yet")
 
 
-def test_login_wants_a_key_that_the_gateway_takes(people: People, rig: ChatPage) -> None:
-    key = rig.make_key("bob")
-    page = people.tab(is_logged_in=False)
-    expect(page.get_by_label("API key")).to_be_focused()
-    assert violations(page) == []
-    page.keyboard.type("wrong")
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("alert")).to_contain_text("key")
-    page.get_by_label("API key").fill(key)
-    page.keyboard.press("Enter")
-    expect(page.locator("#penstock-message textarea")).to_be_visible()
-    assert key not in page.content()
-    chat = Chat(page, rig)
-    chat.ask_and_wait("hello")
-    until(lambda: rig.n_counted("bob") == 1, "the question is counted for who asked it")
-    cookie = next(cookie for cookie in page.context.cookies() if cookie["name"].startswith("penstock-ui"))
-    assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Lax")
-    page.get_by_role("button", name="Log out").click()
-    expect(page.get_by_text("You logged out.")).to_be_visible()
-    page.goto(f"{rig.url}#key={rig.make_key('bob2')}")
-    expect(chat.chats).to_have_text(["hello"])  # the conversations stay in the browser
-
-
-@pytest.mark.nightly
 def test_key_that_is_revoked_while_chatting_leads_back_to_the_login(people: People, rig: ChatPage) -> None:
     key = rig.make_key("carol")
     chat = people.chat(is_logged_in=False, url=f"{rig.url}#key={key}")
@@ -87,7 +61,6 @@ def test_key_that_is_revoked_while_chatting_leads_back_to_the_login(people: Peop
     until(lambda: "are you there?" in chat.box.input_value() + chat.conversation.inner_text(), "it is kept")
 
 
-@pytest.mark.nightly
 def test_gateway_that_is_away_is_said_and_comes_back_without_a_reload(people: People, rig: ChatPage) -> None:
     rig.stop_gateway()
     try:
@@ -105,7 +78,6 @@ def test_gateway_that_is_away_is_said_and_comes_back_without_a_reload(people: Pe
     expect(chat.error).to_have_count(0)
 
 
-@pytest.mark.nightly
 def test_wait_for_a_replica_and_the_place_in_the_queue_are_told(people: People, rig: ChatPage) -> None:
     gate = Gate()
     rig.answers["long"] = Answer(("Once", gate))
@@ -136,7 +108,6 @@ TOO_LONG = (
 )
 
 
-@pytest.mark.nightly
 def test_refusals_offer_to_leave_out_the_oldest_and_to_ask_again(people: People, rig: ChatPage) -> None:
     chat = people.chat()
     chat.ask_and_wait("the oldest")
@@ -194,7 +165,6 @@ COVER = """> - ```
 """
 
 
-@pytest.mark.nightly
 def test_html_that_gets_into_an_answer_stays_in_its_box(people: People, rig: ChatPage) -> None:
     rig.answers[COVER] = Answer((COVER,))
     chat = people.chat()
@@ -207,7 +177,6 @@ def test_html_that_gets_into_an_answer_stays_in_its_box(people: People, rig: Cha
     assert chat.page.url == rig.url
 
 
-@pytest.mark.nightly
 def test_hostile_answer_does_nothing_and_asks_no_other_host(people: People, rig: ChatPage) -> None:
     call = {"index": 0, "id": "c", "type": "function", "function": {"name": HOSTILE, "arguments": HOSTILE}}
     pieces = [HOSTILE[i : i + 40] for i in range(0, len(HOSTILE), 40)]

@@ -12,7 +12,7 @@ from chat_page_rig import Answer, ChatPage, Gate
 from playwright.sync_api import Page, expect
 from waiting import until
 
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser"), pytest.mark.nightly]
 
 HOSTILE = 'it\'s "quoted" $(touch /tmp/pwned) \\ <img src=x onerror=alert(1)>'
 
@@ -23,7 +23,6 @@ def opened(people: People, name: str) -> Page:
     return page
 
 
-@pytest.mark.nightly
 def test_raw_prompt_is_completed_and_stopped(people: People, rig: ChatPage) -> None:
     gate = Gate()
     rig.answers["Once upon"] = Answer((" a time", gate, " <b>it</b> was"))
@@ -52,7 +51,6 @@ def test_raw_prompt_is_completed_and_stopped(people: People, rig: ChatPage) -> N
     assert violations(page) == []
 
 
-@pytest.mark.nightly
 def test_two_answers_grow_at_once_side_by_side(people: People, rig: ChatPage) -> None:
     gate = Gate()
     rig.answers["why?"] = Answer(
@@ -74,7 +72,6 @@ def test_two_answers_grow_at_once_side_by_side(people: People, rig: ChatPage) ->
     assert violations(page) == []
 
 
-@pytest.mark.nightly
 def test_conversation_leaves_as_a_command_that_carries_it(people: People, rig: ChatPage) -> None:
     chat = people.chat()
     chat.ask_and_wait(HOSTILE, "You said: it's")
@@ -93,7 +90,6 @@ def test_conversation_leaves_as_a_command_that_carries_it(people: People, rig: C
     assert violations(chat.page) == []
 
 
-@pytest.mark.nightly
 def test_what_was_typed_on_any_tab_outlives_a_reload(people: People, rig: ChatPage) -> None:
     chat = people.chat()
     boxes = {"Completion": "Prompt", "Compare": "Question for both"}
@@ -125,7 +121,6 @@ window.fetch = async (...given) => {
 """
 
 
-@pytest.mark.nightly
 def test_a_question_that_is_sent_before_the_page_is_drawn_is_asked_after_it(people: People) -> None:
     chat = people.chat()
     chat.page.add_init_script(HELD)

@@ -74,27 +74,6 @@ async def let_others_run() -> None:
 # ---- batches ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("pieces", "expected"), [((1, 2, 3), [[1, 2, 3]]), ((), [])])
-def test_pieces_that_came_together_are_one_batch(pieces: tuple[int, ...], expected: list[list[int]]) -> None:
-    async def read() -> list[list[int]]:
-        return [batch async for batch in batches(Source(*pieces).stream(), 0.001)]
-
-    assert asyncio.run(read()) == expected
-
-
-def test_nothing_for_a_while_is_an_empty_batch_and_closing_closes_the_source() -> None:
-    source = Source(1, None, 2)
-
-    async def read() -> list[list[int]]:
-        stream = batches(source.stream(), 0.001)
-        first = [await anext(stream) for _ in range(3)]
-        await stream.aclose()
-        return first
-
-    assert asyncio.run(read()) == [[1], [], []]
-    assert source.is_closed
-
-
 def test_what_comes_while_a_batch_is_shown_is_not_lost_when_the_source_ends() -> None:
     async def read() -> list[int]:
         is_shown, seen = asyncio.Event(), list[int]()
@@ -197,6 +176,10 @@ def test_an_answer_that_is_kept_before_its_end_is_unfinished(monkeypatch: pytest
     assert (kept.finish_reason, statistics.line(kept.statistics)) == ("unfinished", "TTFT 100 ms · unfinished")
 
 
+def test_pieces_that_came_together_are_one_update() -> None:
+    assert len(updates(Source(*[Chunk("so ", 0.1)] * 100, REPLY))) == 3  # the beginning, the pieces, the end
+
+
 def test_a_question_can_be_asked_when_nothing_answers_it() -> None:
     asked = tree.ask(tree.begin("c", 0.0, Settings()), "q", "hello", (), 1.0)
     assert "Ask" in conversation_boxes(asked)[-1].text
@@ -281,11 +264,13 @@ def test_a_press_stops_the_answer_of_its_own_tab() -> None:
             going_on = grow(other.stream(), None, request("other"), other_stop)
             await anext(going_on)
             growing = grow(mine.stream(), None, request(), stop)
-            await anext(growing)
+            for _ in range(3):  # the clock goes on while nothing comes
+                await anext(growing)
             button.press(request())
             stopped = [answer async for answer in growing][-1]
             assert not other.is_closed
             await going_on.aclose()
+            assert other.is_closed
         return stopped
 
     assert asyncio.run(read()) == PlainAnswer("so", '<div class="penstock-foot">stopped</div>')
