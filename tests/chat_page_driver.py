@@ -46,9 +46,7 @@ class Chat:
         self.clock = page.locator(".penstock-clock")  # below the answer that grows
         self.error = page.locator(".penstock-error")
         self.chats = page.locator("#penstock-history li .open")
-        self.stop = (
-            page.locator("#penstock-stop").and_(page.locator("button")).or_(page.locator("#penstock-stop button"))
-        )
+        self.stop = page.locator("button#penstock-stop, #penstock-stop button")
         self.chip = page.locator("#penstock-state")
 
     def ask(self, text: str, shows: str | None = None) -> None:

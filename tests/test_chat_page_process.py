@@ -1,4 +1,4 @@
-"""The chat page as a child of a real deployment with the fake engine: it is killed, loses its gateway, comes back."""
+"""The chat page as a child of a real deployment with the fake engine: it is killed, comes back, and is adopted."""
 
 from __future__ import annotations
 
@@ -70,11 +70,8 @@ def wait_running(run: Run, n_restarts: int = 0) -> str:
 
 
 def state_of(client: httpx.Client) -> str:
-    """ "ok", "offline" or "logged out"; "" while the page does not answer."""
-    try:
-        return str(client.get("/status").json()["state"])
-    except httpx.TransportError:
-        return ""
+    """ "ok", "offline" or "logged out"."""
+    return str(client.get("/status").json()["state"])
 
 
 @pytest.mark.nightly
@@ -102,19 +99,11 @@ def test_it_logs_in_comes_back_with_its_sessions_and_asks_no_other_host(
         assert state_of(client) == "ok", "logged in still"
         assert f"its process {first} was gone" in call("status").out
 
-        kill(pid_of(run, "gateway"))
-        wait_until(lambda: state_of(client) in ("offline", "ok"), "it says so", START_S)
-        wait_until(lambda: state_of(client) == "ok", "the gateway is back", START_S)
-
         second, controller = pid_of(run, "ui"), pid_of(run, "controller")
         kill(controller)
         wait_until(lambda: pids(run, "controller") not in ([], [controller]), "another controller", START_S)
         wait_until(lambda: now(run).controller.state == "running", "that runs", START_S)
         assert pid_of(run, "ui") == second, "the new controller adopts it"
-
-        assert call("keys", "revoke", "alice").code == 0
-        wait_until(lambda: state_of(client) == "logged out", "a revoked key ends the session", START_S)
-        assert "the gateway refuses your key now" in client.get("/login").text
     assert "serves" in call("logs", "--part", "ui").out
     assert call("down").code == 0
     place.assert_nothing_left()

@@ -73,9 +73,8 @@ def test_python_carries_the_request_as_it_is() -> None:
     assert call == {name: value for name, value in BODY.items() if name not in ("top_k", "chat_template_kwargs")}
 
 
-@pytest.mark.parametrize("base_url", ["http://h:8000", "http://h:8000/", "http://h:8000/v1", "http://h:8000/v1/"])
-def test_the_address_ends_in_v1_once(base_url: str) -> None:
-    assert api(base_url) == "http://h:8000/v1"
+def test_the_address_ends_in_v1_once() -> None:
+    assert {api(f"http://h:8000{end}") for end in ("", "/", "/v1", "/v1/")} == {"http://h:8000/v1"}
 
 
 def test_configurations_of_other_programs_are_well_formed() -> None:
