@@ -213,6 +213,7 @@ def test_branches_of_an_edited_question_and_a_second_answer_and_a_question_witho
     assert {*chat.texts()} == {"first", "second", "Answer one", "You said: second"}
     chat.page.get_by_role("button", name="Undo").click()
     expect(chat.conversation).to_contain_text("Answer two")
+    chat.page.reload()
     for answer in ("Answer two", "Answer one"):
         expect(chat.conversation).to_contain_text(answer)
         chat.act("delete").last.click()

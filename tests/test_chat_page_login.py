@@ -92,17 +92,15 @@ def test_a_good_key_opens_the_page_and_is_the_key_of_its_session(chat: TestClien
 
 
 def test_a_wrong_key_is_refused_in_words_and_only_so_often(chat: TestClient) -> None:
-    for _ in range(10):
+    for _ in range(6):
         answer = chat.post("/login", data={"key": "sk-<x>"})
         assert answer.status_code == 401 and "it may be mistyped, expired or revoked" in answer.text
+    for key in ("sk-\u00e9", "a\nb", "", "k" * 5000):  # can be no keys, and are not sent
+        answer = chat.post("/login", data={"key": key})
+        assert answer.status_code == 401 and "letters, digits and dashes only" in answer.text
     answer = chat.post("/login", data={"key": "sk-alice"})
     assert answer.status_code == 429 and "Too many wrong keys" in answer.text
     assert 0 < int(answer.headers["retry-after"]) <= 61
-
-
-@pytest.mark.parametrize("key", ["sk-\u00e9", "a\nb", "", "k" * 5000])
-def test_what_can_be_no_key_is_refused_before_it_is_sent(chat: TestClient, key: str) -> None:
-    assert chat.post("/login", data={"key": key}).status_code == 401
 
 
 def test_a_gateway_that_is_away_is_no_wrong_key(chat: TestClient, gateway: Gateway) -> None:
