@@ -201,6 +201,7 @@ def test_a_lost_answer_goes_on_where_it_broke_off() -> None:
     ("tokenized", "words"),
     [
         ({"count": 2000, "max_model_len": 1024}, "This is 1,488 tokens too long for the model"),
+        ({"count": 10, "max_model_len": 1024}, "This is too long for the model, which takes 1,024 tokens"),
         (None, "This is too long for the model, which takes 1,024 tokens"),
     ],
 )
