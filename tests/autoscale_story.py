@@ -5,8 +5,7 @@ Judged by counts of requests and by the decision log, not by seconds.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from launching import Asking, ask, call, now
@@ -30,7 +29,10 @@ def number_of(run: Run) -> tuple[int, int]:
 
 
 def live(run: Run, key: str | None = None, timeout_s: float = 60.0, at_two: Callable[[], None] = lambda: None) -> None:
-    """From one ready replica to two, to none, and back to one. `at_two` is called while the second one is placed."""
+    """From one ready replica to two, to none, and back to one; the log has each change with numbers in its reason.
+
+    `at_two` is called while the second one is placed.
+    """
     streams = [Asking(run.url, N_TOKENS, key=key) for _ in range(4)]
     until(lambda: number_of(run) == (2, 2), "requests wait: another replica is placed")
     at_two()
@@ -43,18 +45,7 @@ def live(run: Run, key: str | None = None, timeout_s: float = 60.0, at_two: Call
     ask(run, key=key)
     # What a controller in a cluster noted reaches this machine a moment later.
     until(lambda: any(row["from"] == 0 for row in decisions_of(run)), "the log has the wake")
-    check_log(decisions_of(run))
-
-
-def decisions_of(run: Run) -> list[dict[str, Any]]:
-    told = call("autoscale", "explain", run.name, "--since", "1h", "--json")
-    assert told.code == 0, told
-    return told.events
-
-
-def check_log(decisions: Sequence[dict[str, Any]]) -> None:
-    """The decision log has every change in its order, each with numbers in its reason."""
-    changes = [row for row in decisions if row["from"] != row["to"]]
+    changes = [row for row in decisions_of(run) if row["from"] != row["to"]]
     numbers = [row["to"] for row in changes]
     # Where the burst came late, the first replica had ended for want of requests.
     assert 2 in numbers and numbers[-2:] == [0, 1], changes
@@ -62,5 +53,7 @@ def check_log(decisions: Sequence[dict[str, Any]]) -> None:
     assert all(any(letter.isdigit() for letter in row["reason"]) for row in changes), changes
 
 
-def decisions_in(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.splitlines()]
+def decisions_of(run: Run) -> list[dict[str, Any]]:
+    told = call("autoscale", "explain", run.name, "--since", "1h", "--json")
+    assert told.code == 0, told
+    return told.events

@@ -31,9 +31,10 @@ def bounded(least: int = 1, most: int = 12, **fields: object) -> Replicas:
     return msgspec.structs.replace(Replicas(min=least, max=most), **fields)
 
 
-def test_a_load_of_three_replicas_gets_them_with_a_reserve() -> None:
-    rows = [sample(float(t), 10) for t in range(200)]
-    assert numbers(Policy(bounded()), rows)[-1] == 4  # 3 + 0.3 * sqrt(3) = 3.52
+def test_a_load_is_divided_by_what_a_replica_can_with_a_reserve_or_by_the_rate_that_is_asked_for() -> None:
+    assert numbers(Policy(bounded()), [sample(float(t), 10) for t in range(200)])[-1] == 4  # 3 + 0.3 * sqrt(3) = 3.52
+    by_rate = Policy(bounded(metric="rate", target=3.0))
+    assert numbers(by_rate, [sample(float(t), 10) for t in range(7000)])[-1] == 4
 
 
 @pytest.mark.parametrize("every_s", [0.25, 0.5, 0.9, 2.0, 5.0, 10.0])
@@ -80,11 +81,6 @@ def test_other_metrics_divide_the_sum_by_the_target(
     assert scale(Recent((row,)), State(replicas=1), policy, 0.0).replicas == expected
 
 
-def test_rate_divides_the_requests_a_second_by_the_target() -> None:
-    policy = Policy(bounded(metric="rate", target=3.0))
-    assert numbers(policy, [sample(float(t), 10) for t in range(7000)])[-1] == 4
-
-
 def test_up_allows_so_many_pods_or_percent_in_a_period() -> None:
     rules = ScalingRules(policies=(ScalingPolicy("Pods", 1, 60), ScalingPolicy("Percent", 100, 60)))
     rows = [sample(float(t), 30) for t in range(200)]
@@ -93,9 +89,7 @@ def test_up_allows_so_many_pods_or_percent_in_a_period() -> None:
     least = msgspec.structs.replace(rules, select_policy="Min")
     assert numbers(Policy(bounded(up=least)), rows)[190] == 5
     assert max(numbers(Policy(bounded(up=ScalingRules(select_policy="Disabled"))), rows)) == 1
-
-
-def test_up_waits_until_it_was_needed_for_the_whole_window() -> None:
+    # And waits until it was needed for the whole window.
     rules = ScalingRules(stabilization_window_seconds=60)
     rows = [sample(float(t), 30 if t >= 100 else 3) for t in range(300)]
     found = numbers(Policy(bounded(up=rules)), rows)

@@ -17,48 +17,14 @@ from penstock.spec.deployment import Replicas
 from penstock.testing.scaling import traces
 from penstock.testing.scaling.baselines import Hpa, static
 from penstock.testing.scaling.comparison import Follower, run
-from penstock.testing.scaling.scores import _lead, attainment, reference, scores
+from penstock.testing.scaling.scores import attainment, reference, scores
 from penstock.testing.scaling.simulator import Capacity, simulate
 from penstock.testing.scaling.traces import Arrival, Trace
 
 
-def one_after_another(count: int, every_s: float, prompt: int, output: int) -> Trace:
-    return Trace("even", tuple(Arrival(n * every_s, prompt, output) for n in range(count)), count * every_s)
-
-
-def test_a_replica_reads_one_after_another_and_writes_together() -> None:
-    outcome = simulate(one_after_another(10, 1e-6, 6000, 100), static(1), initial=1)
-    # 0.5 s each: the first token of the n-th prompt comes after n of them, the decoding beside them takes its part.
-    assert outcome.ttft_s[0] == pytest.approx(0.5, abs=0.01) and 5.0 <= outcome.ttft_s[-1] <= 6.0
-    assert outcome.lost == 0 and len(outcome.paid) == 1
-
-
-def test_what_a_replica_does_at_most_is_its_rates() -> None:
-    """Twice as much as it can: the queue grows by half of what comes."""
-    trace = one_after_another(3000, 0.1, 1200, 150)  # 0.2 s of work every 0.1 s
-    outcome = simulate(trace, static(1), initial=1)
-    served = sum(arrived + wait < 300 for arrived, wait in zip(outcome.arrived_s, outcome.ttft_s, strict=True))
-    assert served == pytest.approx(1500, rel=0.1) and outcome.lost == 0
-
-
-def test_a_place_is_taken_again_at_once() -> None:
-    """Answers of 0.1 s on 2 places: 20 a second, not one for each place and second."""
-    capacity = Capacity(prefill_tokens_s=1e6, decode_tokens_s=1e4, max_running=2, stream_tokens_s=100.0)
-    outcome = simulate(one_after_another(100, 1e-6, 1, 11), static(1), capacity)
-    assert max(outcome.ttft_s) == pytest.approx(100 / 20, rel=0.05)
-
-
-def test_reading_stops_the_writing_even_of_one_stream() -> None:
-    """A prompt of 1.1 s beside an answer of 2 s ends it 1 s later; the third request waits for its place."""
-    capacity = Capacity(prefill_tokens_s=1000.0, decode_tokens_s=1e4, stream_tokens_s=100.0, max_running=2)
-    arrivals = (Arrival(0.0, 1, 200), Arrival(0.5, 1000, 1000), Arrival(0.6, 1, 1))
-    outcome = simulate(Trace("two", arrivals, 1.0), static(1), capacity)
-    third = outcome.arrived_s.index(0.6)
-    assert outcome.ttft_s[third] == pytest.approx(2.0 + 1.0 - 0.6, abs=0.05)
-
-
 def test_a_start_takes_its_time_and_a_drain_finishes_what_runs() -> None:
-    trace = one_after_another(600, 0.5, 100, 600)  # 10 s each at 60 tokens/s
+    arrivals = tuple(Arrival(n * 0.5, 100, 600) for n in range(600))  # 10 s each at 60 tokens/s
+    trace = Trace("even", arrivals, 300.0)
     outcome = simulate(trace, lambda sample: 2 if sample.t < 100 else 1, Capacity(start_s=50), initial=1)
     assert outcome.ready[49] == 1 and outcome.ready[52] == 2 and outcome.ready[110] == 1
     assert outcome.paid[101] == 2 and outcome.paid[130] == 1 and outcome.lost == 0
@@ -101,10 +67,6 @@ def test_files_of_three_formats_are_read(tmp_path: Path) -> None:
     burst.write_text("Timestamp,Request tokens,Response tokens\n5,472,18\nx,1,1\n")
     with pytest.raises(UserError, match="line 3: not a request"):
         traces.read(burst)
-
-
-def test_who_knows_the_future_orders_ahead_and_keeps_over_short_pauses() -> None:
-    assert _lead([1, 1, 1, 3, 1, 1, 3, 1, 1, 1], 2) == [1, 3, 3, 3, 3, 3, 3, 1, 1, 1]
 
 
 @pytest.mark.simulation

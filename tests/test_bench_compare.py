@@ -15,9 +15,8 @@ from penstock.bench.results import bootstrap, compare, folder
 from penstock.errors import UserError
 
 # Intervals of scipy 1.17.1 for the values below: `stats.bootstrap` of the difference, method="percentile", rng=1; 800
-# resamples of the quantiles, 3,000 of the mean.
+# resamples.
 SCIPY = {0.5: (0.547041, 2.117233), 0.9: (-0.409457, 3.266273), 0.99: (-6.551423, 4.138118)}
-SCIPY_MEAN = (-0.45449, 1.922713)
 
 
 @pytest.mark.parametrize("share", SCIPY)
@@ -28,26 +27,6 @@ def test_the_interval_of_a_quantile_is_about_scipys_bootstrap(share: float) -> N
     width = high - low  # ours is wider: how independent the values are comes from a few batches
     assert ours is not None and 0.9 * width < ours.high - ours.low < 1.6 * width
     assert (ours.low + ours.high) / 2 == pytest.approx((low + high) / 2, abs=0.3 * width)
-
-
-def test_the_interval_of_a_mean_is_scipys_bootstrap() -> None:
-    rng = np.random.default_rng(2)
-    a, b = rng.gamma(9, 1, 60), rng.gamma(9, 1.1, 60)
-    ours, (low, high) = bootstrap.mean_difference(a.tolist(), b.tolist()), SCIPY_MEAN
-    assert (ours.low, ours.high) == pytest.approx((low, high), abs=0.15 * (high - low))
-
-
-def test_series_that_hang_together_are_worth_less() -> None:
-    rng = random.Random(1)
-    alone = [rng.gauss(0, 1) for _ in range(2000)]
-    assert bootstrap.effective_sample_size(alone) > 1600
-    together, value = [], 0.0
-    for one in alone:
-        value = 0.9 * value + one
-        together.append(value)
-    # An AR(1) series with 0.9 is worth n * (1 - 0.9) / (1 + 0.9): 105 of 2000.
-    assert 60 < bootstrap.effective_sample_size(together) < 200
-    assert bootstrap.effective_sample_size([]) == 0 and bootstrap.effective_sample_size([3.0] * 9) == 9
 
 
 def waits(rng: random.Random, n: int, load: float) -> list[float]:
@@ -82,10 +61,6 @@ def test_what_waited_together_is_worth_less_and_a_drift_is_not_steady() -> None:
     assert bootstrap.quantile_difference(bursts, bursts[::-1], 0.999) is None
     assert not bootstrap.is_steady([value + index / 300 for index, value in enumerate(alone)])
     assert bootstrap.is_steady([1.0] * 50)
-
-
-def test_slices_of_time() -> None:
-    assert bootstrap.by_slices([0.5, 4.5, 4.6], [1, 2, 3], 5.0) == [1.0, 0, 0, 0, 5.0]
 
 
 def test_the_same_thing_twice_is_noise(tmp_path: Path) -> None:

@@ -66,16 +66,11 @@ def launch(**changed: Any) -> Launch:
 def measured(concurrency: int | None, replicas: int = 1) -> dict[str, Any]:
     """A closed loop of 512 tokens in and 128 out, or an open one."""
     return {
-        "versions": {},
-        "pace": {"concurrency": concurrency},
-        "max_concurrent_requests": concurrency or 3,
-        "completed": 10,
-        "total_input_tokens": 5120,
-        "total_output_tokens": 1280,
+        "versions": {}, "pace": {"concurrency": concurrency}, "max_concurrent_requests": concurrency or 3,
+        "completed": 10, "total_input_tokens": 5120, "total_output_tokens": 1280,
         "replicas": {str(number): 10 // replicas for number in range(replicas)},
-        "mean_tpot_ms": 5.125,  # an H200's own
-        "output_throughput": 1400.7,
-    }
+        "mean_tpot_ms": 5.125, "output_throughput": 1400.7,  # an H200's own
+    }  # fmt: skip
 
 
 def told(launched: Launch, result: dict[str, Any], lengths: tuple[int, ...] = (512,)) -> dict[str, Any]:

@@ -36,15 +36,9 @@ def test_constant_is_constant_and_a_ramp_rises_to_its_rate() -> None:
     assert list(offsets(Pace(rate=4.0, arrival="constant", duration_s=1.0))) == [0.0, 0.25, 0.5, 0.75]
     by_count = list(offsets(Pace(rate=10.0, rate_from=2.0, arrival="ramp", n_requests=60)))
     assert len(by_count) == 60 and by_count[-1] == pytest.approx(10.0, rel=0.02)
+    assert list(offsets(Pace(arrival="replay", n_requests=2), [1.0, 2.0, 3.0])) == [1.0, 2.0]
     first, again, other = (list(offsets(Pace(rate=5.0, n_requests=9, seed=seed))) for seed in (7, 7, 8))
     assert first == again != other
-
-
-def test_what_has_no_time_cannot_be_replayed() -> None:
-    check(Pace(arrival="replay", n_requests=2, concurrency=1), [0.0, 1.0])
-    assert list(offsets(Pace(arrival="replay", n_requests=2), [1.0, 2.0, 3.0])) == [1.0, 2.0]
-    with pytest.raises(UserError, match="requests without one"):
-        check(Pace(arrival="replay", n_requests=2), [0.0, None])
 
 
 @pytest.mark.parametrize(
@@ -60,3 +54,6 @@ def test_what_has_no_time_cannot_be_replayed() -> None:
 def test_a_pace_that_cannot_be_kept_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(UserError):
         check(Pace(**{"n_requests": 1, **fields}))
+    check(Pace(arrival="replay", n_requests=2, concurrency=1), [0.0, 1.0])
+    with pytest.raises(UserError, match="requests without one"):
+        check(Pace(arrival="replay", n_requests=2), [0.0, None])

@@ -26,6 +26,7 @@ def event(value: object) -> bytes:
 
 
 USAGE = event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}})
+ROLE = event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
 FINISH = event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
 DONE = b"data: [DONE]\n\n"
 
@@ -41,10 +42,9 @@ def chunks(*events: bytes) -> list[bytes]:
 
 
 def test_a_stream_gives_its_token_times_and_its_usage() -> None:
-    role = event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
     ends = write_chunk(FINISH) + write_chunk(USAGE) + write_chunk(DONE) + LAST_CHUNK
     found, times = parse_exchange(
-        raw(HEAD + write_chunk(role), *chunks(token("a"), token("b"), token("c")), ends), True
+        raw(HEAD + write_chunk(ROLE), *chunks(token("a"), token("b"), token("c")), ends), True
     )
     assert times == pytest.approx((0.2, 0.3, 0.4))
     assert (found.first_token_s, found.last_token_s, found.n_events) == (times[0], times[2], 3)
@@ -92,19 +92,40 @@ def test_what_counts_as_a_token(choice: dict[str, object], is_token: bool) -> No
         ([HEAD + b"zz\r\n"], {}, "malformed HTTP"),
         ([b'HTTP/1.1 429 Slow\r\ncontent-length: 32\r\n\r\n{"error": {"message": "slower"}}  '], {}, "http 429"),
         ([b"HTTP/1.1 2"], {}, "answer cut short"),
+        # Without a token or a reason why there is none.
+        ([HEAD, *chunks(DONE), LAST_CHUNK], {}, "empty"),
+        ([HEAD, *chunks(USAGE, DONE), LAST_CHUNK], {}, "empty"),
+        ([HEAD, *chunks(ROLE, DONE), LAST_CHUNK], {}, "empty"),
+        ([HEAD, *chunks(event({"choices": []}), DONE), LAST_CHUNK], {}, "empty"),
+        ([HEAD, *chunks(FINISH, DONE), LAST_CHUNK], {}, None),  # the model ended at once
+        ([HEAD, *chunks(event({"choices": [{"text": "", "finish_reason": "length"}]}), DONE), LAST_CHUNK], {}, None),
+        ([HEAD, *chunks(token(), DONE), LAST_CHUNK], {}, None),
     ],
 )
-def test_a_broken_answer_is_told_by_its_kind(reads: list[bytes], fields: dict[str, object], error: str) -> None:
+def test_a_broken_answer_is_told_by_its_kind(reads: list[bytes], fields: dict[str, object], error: str | None) -> None:
     answer, _ = parse_exchange(raw(*reads, **fields), True)
     assert answer.error == error and (error != "http 429" or answer.detail == "slower")
 
 
-def test_a_whole_answer_has_usage_and_no_first_token() -> None:
-    body = json.dumps({"choices": [{"text": "a b"}], "usage": {"prompt_tokens": 1, "completion_tokens": 2}}).encode()
-    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
-    found, times = parse_exchange(raw(head + body), False)
-    assert (found.output_tokens, times, found.error, found.n_bytes) == (2, [], None, len(body))
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ({"choices": []}, "empty"),
+        ({"usage": {"completion_tokens": 0}}, "empty"),
+        ({"choices": [{"message": {"content": "a"}}]}, None),
+        ({"choices": [{"text": "a b"}], "usage": {"prompt_tokens": 1, "completion_tokens": 2}}, None),
+        ({"choices": [{"message": {"content": ""}, "finish_reason": "length"}]}, None),
+    ],
+)
+def test_a_whole_answer_has_usage_and_no_first_token_and_needs_a_choice(
+    body: dict[str, object], error: str | None
+) -> None:
+    data = json.dumps(body).encode()
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(data)
+    found, times = parse_exchange(raw(head + data), False)
+    assert (times, found.error, found.n_bytes) == ([], error, len(data))
     assert found.e2el_s(False) == pytest.approx(0.1)
+    assert found.output_tokens == (2 if "choices" in body and "usage" in body else 0 if "usage" in body else None)
 
 
 def test_pages_of_metrics_are_told_apart_and_summed_up() -> None:
@@ -164,38 +185,6 @@ def test_power_is_right_though_pages_hold_old_readings() -> None:
         engine_metrics.read_page(energy_page(500.0 * (3 + n - late)), 3.0 + n, "a") for n, late in enumerate(late_s)
     ]
     assert engine_metrics.power_watts([row for row in rows if row is not None]) == pytest.approx(500, rel=0.03)
-
-
-@pytest.mark.parametrize(
-    ("events", "error"),
-    [
-        ((DONE,), "empty"),
-        ((USAGE, DONE), "empty"),
-        ((event({"choices": [{"delta": {"role": "assistant", "content": ""}}]}), DONE), "empty"),
-        ((event({"choices": []}), DONE), "empty"),
-        ((FINISH, DONE), None),  # the model ended at once
-        ((event({"choices": [{"text": "", "finish_reason": "length"}]}), DONE), None),  # max_tokens 0
-        ((token(), DONE), None),
-    ],
-)
-def test_an_answer_without_a_token_or_a_reason_has_failed(events: tuple[bytes, ...], error: str | None) -> None:
-    assert parse_exchange(raw(HEAD, *chunks(*events), LAST_CHUNK), True)[0].error == error
-
-
-@pytest.mark.parametrize(
-    ("body", "error"),
-    [
-        ({"choices": []}, "empty"),
-        ({"usage": {"completion_tokens": 0}}, "empty"),
-        ({"choices": [{"message": {"content": "a"}}]}, None),
-        ({"choices": [{"text": "a"}]}, None),
-        ({"choices": [{"message": {"content": ""}, "finish_reason": "length"}]}, None),
-    ],
-)
-def test_a_whole_answer_without_a_choice_has_failed(body: object, error: str | None) -> None:
-    data = json.dumps(body).encode()
-    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(data)
-    assert parse_exchange(raw(head + data), False)[0].error == error
 
 
 def test_the_hit_rate_is_that_of_the_answers_where_the_engine_counts_none() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,6 +56,8 @@ def test_a_sample_has_what_was_counted_since_the_last_and_adds_up_gateways() -> 
     assert (sample.arrivals, sample.prompt_tokens, sample.output_tokens) == (4, 500, 40)
     assert (sample.in_flight, sample.held, sample.ttft_good, sample.ttft_total) == (5, 2, 2, 3)
     assert sampler.take(seen(None), (), {}, NOW + 3) is None
+    known = counted("b", 103, arrivals=10, body_bytes=2000, known_bytes=1000, known_tokens=100)
+    assert taken(sampler, rows_with(known), NOW + 4).prompt_tokens == 200, "as answered requests have them"
 
 
 def test_a_gateway_that_was_started_again_makes_no_negative_rate() -> None:
@@ -71,13 +73,6 @@ def test_a_gateway_that_was_started_again_makes_no_negative_rate() -> None:
     assert known.arrivals == 0, "c is older than its first look: what it counted came at other times"
     two = joined([rows_with(counted("a")), rows_with(counted("b"))])
     assert [row.gateway for row in two.counts] == ["a", "b"]
-
-
-def test_tokens_of_prompts_follow_from_bytes_as_answered_requests_have_them() -> None:
-    sampler = LoadSampler(NOW)
-    taken(sampler, rows_with(counted()), NOW + 1)
-    known = counted("a", 101, arrivals=2, body_bytes=2000, known_bytes=1000, known_tokens=100)
-    assert taken(sampler, rows_with(known), NOW + 2).prompt_tokens == 200
 
 
 def test_engines_count_generated_tokens_and_their_requests() -> None:
@@ -146,10 +141,23 @@ class Rig:
 
 
 READY = view(told("0"))
+SLURM = {"target": "slurm", "slurm": {"partition": "gpu"}, "gateway": {"auth": "keys"}}
+KEDA = {
+    "target": "kubernetes",
+    "replicas": {"min": 0, "max": 5, "actuator": "keda"},
+    "kubernetes": {"prometheus_url": "http://prometheus:9090"},
+    "gateway": {"auth": "keys"},
+}
+MakeRig = Callable[..., Rig]
 
 
-def test_decisions_are_kept_and_told_when_the_number_changes(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(monkeypatch, 1, 1, 3)
+@pytest.fixture
+def rig_of(home: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRig:
+    return lambda *numbers, **fields: Rig(monkeypatch, *numbers, **fields)
+
+
+def test_decisions_are_kept_and_told_when_the_number_changes(rig_of: MakeRig) -> None:
+    rig = rig_of(1, 1, 3)
     assert [rig.step(READY, r0="placed") for _ in range(3)] == [1, 1, 3]
     assert rig.events() == ["1 -> 1: load 1.50", "1 -> 3: load 3.50"]
     rig.begin()
@@ -162,10 +170,10 @@ def test_decisions_are_kept_and_told_when_the_number_changes(home: Path, monkeyp
 
 
 def test_a_controller_whose_memory_is_some_seconds_old_ends_nothing_that_was_ordered_since(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+    rig_of: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a cluster its pod may be another one. What it has is a copy of what the last one wrote."""
-    rig = Rig(monkeypatch, 1, 2, **KEDA | {"replicas": {"min": 1, "max": 3}})
+    rig = rig_of(1, 2, **KEDA | {"replicas": {"min": 1, "max": 3}})
     record = rig.run.record()
     monkeypatch.setattr(Run, "record", lambda _: msgspec.structs.replace(record, placed=("replica", "controller")))
     rig.begin()
@@ -176,17 +184,14 @@ def test_a_controller_whose_memory_is_some_seconds_old_ends_nothing_that_was_ord
     rig.run.write_handle(Handle("kubernetes", {f"replica/{n}": {} for n in range(9)}))
     rig.begin()
     assert rig.step(None, r0="placed") == 3, "at most as many as the file says"
+    rolled = rig_of(3, **KEDA | {"replicas": {"min": 1, "max": 3}})
+    rolled.run.write_handle(Handle("kubernetes", {f"replica/{n}": {} for n in range(3)}))
+    rolled.begin()
+    assert rolled.step(None, r0="placed") == 3, "a roll: of the controller before there is nothing"
 
 
-def test_a_roll_begins_with_as_many_as_serve(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(monkeypatch, 3, **KEDA | {"replicas": {"min": 1, "max": 3}})
-    rig.run.write_handle(Handle("kubernetes", {f"replica/{n}": {} for n in range(3)}))
-    rig.begin()
-    assert rig.step(None, r0="placed") == 3, "of the controller before there is nothing, its replicas are there"
-
-
-def test_one_that_is_lost_starts_again_from_now(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(monkeypatch, 1)
+def test_one_that_is_lost_starts_again_from_now(rig_of: MakeRig) -> None:
+    rig = rig_of(1)
     rig.step(READY, r0="placed")
     rig.now += 5000.0
 
@@ -215,8 +220,8 @@ def test_one_that_is_lost_starts_again_from_now(home: Path, monkeypatch: pytest.
     assert left_s() == pytest.approx(100, abs=1), "also when another controller saw it serve"
 
 
-def test_one_that_ends_is_no_start_that_is_late(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(monkeypatch, 1)
+def test_one_that_ends_is_no_start_that_is_late(rig_of: MakeRig) -> None:
+    rig = rig_of(1)
     rig.step(READY, r0="placed")
     rig.now += 5000.0
     draining = Look(seen(view(told("0", "stopping"), told("1", "loading")), r0="placed", r1="placed"), (), (), ("0",))
@@ -224,26 +229,8 @@ def test_one_that_ends_is_no_start_that_is_late(home: Path, monkeypatch: pytest.
     assert ready_at == pytest.approx(rig.now + 100, abs=1)
 
 
-def test_a_controller_that_takes_over_keeps_slurms_pause(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slurm = {"target": "slurm", "slurm": {"partition": "gpu"}, "gateway": {"auth": "keys"}}
-    rig = Rig(monkeypatch, 4, **slurm)
-    assert rig.step(READY, r0="placed") == 2
-    rig.begin()
-    numbers = [rig.step(READY, r0="placed", r1="queued") for _ in range(31)]
-    assert (numbers[0], numbers[27], numbers[30]) == (2, 2, 3)
-
-
-def test_one_that_a_request_woke_is_kept_by_the_next_controller(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(monkeypatch, 0)
-    rig.step(rows_with())
-    rig.now -= 0.8
-    assert rig.step(rows_with(waiting=1)) == 1
-    kept = msgspec.json.decode(rig.run.scaling_file.read_bytes(), type=Kept)
-    assert kept.remembered.asked_t == rig.now, "it was asked for then, also when no sample says so"
-
-
-def test_a_pinned_number_stays_and_is_where_the_load_begins_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(monkeypatch, 2)
+def test_a_pinned_number_stays_and_is_where_the_load_begins_again(rig_of: MakeRig) -> None:
+    rig = rig_of(2)
     rig.wanted = Desired("up", 4, is_pinned=True)
     assert [rig.step(READY, r0="placed") for _ in range(2)] == [4, 4]
     assert (rig.scaling.is_pinned, rig.events()) == (True, [])
@@ -252,14 +239,14 @@ def test_a_pinned_number_stays_and_is_where_the_load_begins_again(home: Path, mo
     assert rig.wishes.befores == [4]
 
 
-def test_a_held_request_wakes_at_once_and_nothing_ends_while_one_is_held(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(monkeypatch, 0)
+def test_a_held_request_wakes_at_once_and_nothing_ends_while_one_is_held(rig_of: MakeRig) -> None:
+    rig = rig_of(0)
     assert rig.step(READY, r0="placed") == 0
     assert (rig.step(rows_with()), rig.scaling.ready_at) == (0, None)
     rig.now -= 0.8  # a tick without a sample
     assert rig.step(rows_with(waiting=2)) == 1
+    kept = msgspec.json.decode(rig.run.scaling_file.read_bytes(), type=Kept)
+    assert kept.remembered.asked_t == rig.now, "the next controller knows it, also when no sample says so"
     assert rig.events()[-1] == "0 -> 1: 2 requests held, and there is no replica"
     assert rig.step(rows_with(waiting=2)) == 1, "whatever the policy says"
     assert rig.scaling.ready_at == pytest.approx(rig.now + 100, abs=1), "as long as a start is thought to take"
@@ -268,8 +255,8 @@ def test_a_held_request_wakes_at_once_and_nothing_ends_while_one_is_held(
     assert rig.scaling.ready_at is None
 
 
-def test_a_start_that_failed_is_tried_again_later_each_time(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(monkeypatch, 1)
+def test_a_start_that_failed_is_tried_again_later_each_time(rig_of: MakeRig) -> None:
+    rig = rig_of(1)
     failed, gone = view(told("0", "failed")), {"r0": "gone"}
     rig.step(failed, ("0",), **gone)
     assert "the start of replica 0 failed: the next is tried in 30.0 s" in rig.events()[0]
@@ -288,8 +275,8 @@ def test_a_start_that_failed_is_tried_again_later_each_time(home: Path, monkeypa
     assert rig.scaling.failure is None
 
 
-def test_a_target_without_room_is_asked_again_later(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(monkeypatch, 4)
+def test_a_target_without_room_is_asked_again_later(rig_of: MakeRig) -> None:
+    rig = rig_of(4)
     both = view(told("0"), told("1"))
     assert rig.step(both, r0="placed", r1="placed") == 4
     assert rig.step(both, refused=("2", "3"), r0="placed", r1="placed") == 2
@@ -300,11 +287,8 @@ def test_a_target_without_room_is_asked_again_later(home: Path, monkeypatch: pyt
     assert n_steps == pytest.approx(59, abs=2)
 
 
-def test_on_slurm_one_job_at_a_time_is_submitted_and_pending_ones_go_first(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slurm = {"target": "slurm", "slurm": {"partition": "gpu"}, "gateway": {"auth": "keys"}}
-    rig = Rig(monkeypatch, *[4] * 130, 1, **slurm)
+def test_on_slurm_one_job_at_a_time_is_submitted_and_pending_ones_go_first(rig_of: MakeRig) -> None:
+    rig = rig_of(*[4] * 130, 1, **SLURM)
     numbers = [rig.step(READY, r0="placed", r1="queued", r2="queued") for _ in range(62)]
     assert (numbers[0], numbers[28], numbers[31], numbers[61]) == (2, 2, 3, 4)
     while (number := rig.step(READY, r0="placed", r1="queued", r2="queued")) == 4:
@@ -316,6 +300,11 @@ def test_on_slurm_one_job_at_a_time_is_submitted_and_pending_ones_go_first(
     kept = msgspec.json.decode(rig.run.scaling_file.read_bytes())
     assert kept["waits_s"] == [pytest.approx(rig.now - NOW - 14, abs=2)]
     assert rig.wishes.policies[-1].start_s == 100 + kept["waits_s"][0], "a wait in the queue is a part of a start"
+    other = rig_of(4, **SLURM)
+    assert other.step(READY, r0="placed") == 2
+    other.begin()
+    numbers = [other.step(READY, r0="placed", r1="queued") for _ in range(31)]
+    assert (numbers[0], numbers[27], numbers[30]) == (2, 2, 3), "a controller that takes over keeps the pause"
 
 
 def test_the_policy_knows_what_a_replica_of_the_plan_can(home: Path) -> None:
@@ -332,18 +321,8 @@ def test_the_policy_knows_what_a_replica_of_the_plan_can(home: Path) -> None:
     assert slower.decode_tokens_s < can.decode_tokens_s
 
 
-KEDA = {
-    "target": "kubernetes",
-    "replicas": {"min": 0, "max": 5, "actuator": "keda"},
-    "kubernetes": {"prometheus_url": "http://prometheus:9090"},
-    "gateway": {"auth": "keys"},
-}
-
-
-def test_another_autoscaler_sets_the_number_and_hears_what_the_load_needs(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(monkeypatch, 1, 3, **KEDA)
+def test_another_autoscaler_sets_the_number_and_hears_what_the_load_needs(rig_of: MakeRig) -> None:
+    rig = rig_of(1, 3, **KEDA)
     rig.asked = 1
     assert rig.step(READY, r0="placed") == 1
     assert (rig.step(READY, r0="placed"), rig.scaling.published) == (1, 3), "it has not heard yet"
@@ -359,10 +338,8 @@ def test_another_autoscaler_sets_the_number_and_hears_what_the_load_needs(
     assert (rig.step(READY, r0="placed"), rig.scaling.published) == (2, 2)
 
 
-def test_a_held_request_wakes_one_before_the_other_autoscaler_hears_of_it(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(monkeypatch, 0, 0, 1, **KEDA)
+def test_a_held_request_wakes_one_before_the_other_autoscaler_hears_of_it(rig_of: MakeRig) -> None:
+    rig = rig_of(0, 0, 1, **KEDA)
     rig.asked = 0
     assert rig.step(READY, r0="placed") == 0
     rig.now -= 0.8
