@@ -13,6 +13,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from bench_samples import write_run
+from samples import demo_plan
 
 from penstock.bench import calibrate
 from penstock.bench.report import text as show
@@ -26,7 +27,7 @@ from penstock.deployment import planning
 from penstock.errors import UserError
 from penstock.hardware import Gpu, detect
 from penstock.models import ModelFacts
-from penstock.planner import Forecast, Key, Need, Plan
+from penstock.planner import Forecast, Key
 from penstock.spec import reading
 from penstock.spec.deployment import Parallel
 from penstock.text import GIB
@@ -35,32 +36,15 @@ KEY = Key("a", "h200-sxm", "0.33.0", "bfloat16", None, "auto", 8192, 1024, None,
 FILE = "model: llama-3.1-8b\nengine: {kind: vllm, max_model_len: 16384}\n"
 
 
-def launch(**changed: Any) -> Launch:
+def launch(engine: str = "vllm", **changed: Any) -> Launch:
     """Llama 8B on one H200."""
+    name = "llama-3.1-8b"
+    model = ModelFacts(name, name, "none", "LlamaForCausalLM", 0, 0, 32, 4096, 32, 8, 128, 128256, 131072)
     facts: dict[str, Any] = {
-        "deployment": "one",
-        "served_names": ("one",),
-        "model": ModelFacts(
-            "llama-3.1-8b", "llama-3.1-8b", "none", "LlamaForCausalLM", 0, 0, 32, 4096, 32, 8, 128, 128256, 131072
-        ),
-        "engine": "vllm",
-        "engine_version": "0.33.0",
-        "device": "cuda",
-        "layout": Parallel(),
-        "executor": "mp",
-        "max_model_len": 16384,
-        "max_num_seqs": 8,
-        "need": Need(1, 1, 1),
-        "n_threads": 1,
-        "gpu_memory_utilization": 0.92,
-        "args": {},
-        "env": {},
-        "start_timeout_s": 1.0,
-        "stall_s": 1.0,
-        "drain_s": 1.0,
-        "forecast": Forecast(KEY, 100.0),
-    }
-    return Launch(reading.parse(FILE, "one.yaml"), Plan(**{**facts, **changed}))
+        "model": model, "engine_version": "0.33.0", "device": "cuda", "layout": Parallel(), "max_model_len": 16384,
+        "max_num_seqs": 8, "gpu_memory_utilization": 0.92, "args": {}, "forecast": Forecast(KEY, 100.0),
+    }  # fmt: skip
+    return Launch(reading.parse(FILE, "one.yaml"), demo_plan(engine, **{**facts, **changed}))
 
 
 def measured(concurrency: int | None, replicas: int = 1) -> dict[str, Any]:
@@ -96,16 +80,6 @@ def test_equal_requests_come_in_waves_and_are_predicted_so() -> None:
     wave, alone = (told(launch(), measured(8), lengths)["predicted"] for lengths in ((512, 512), (512, 500)))
     assert wave["ttft_ms"]["likely"] > alone["ttft_ms"]["likely"]
     assert wave["tpot_ms"]["likely"] < alone["tpot_ms"]["likely"]
-
-
-def test_replicas_share_the_load() -> None:
-    one = predicted_of(launch(), measured(8), has_equal_lengths=False)
-    two = predicted_of(launch(), measured(16, replicas=2), has_equal_lengths=False)
-    single = predicted_of(launch(), measured(1, replicas=2), has_equal_lengths=False)  # now to one, now to the other
-    alone = predicted_of(launch(), measured(1), has_equal_lengths=False)
-    assert single == alone and one is not None and two is not None
-    assert two["tpot_ms"] == one["tpot_ms"]
-    assert two["requests_per_s"]["likely"] == pytest.approx(2 * one["requests_per_s"]["likely"])
 
 
 @pytest.mark.parametrize(
@@ -156,16 +130,21 @@ def test_a_card_that_the_catalogue_does_not_have_is_this_machines(monkeypatch: p
     assert found.gpu.id == key.gpu and found.gpu.stands_in is not None
 
 
-def test_more_than_there_was_room_for_is_no_wave() -> None:
-    """64 at once where 8 run: who waits for a place waits for whole answers of others."""
+def test_replicas_share_the_load_and_more_than_there_was_room_for_is_no_wave() -> None:
+    one = predicted_of(launch(), measured(8), has_equal_lengths=False)
+    two = predicted_of(launch(), measured(16, replicas=2), has_equal_lengths=False)
+    single = predicted_of(launch(), measured(1, replicas=2), has_equal_lengths=False)  # now to one, now to the other
+    assert single == predicted_of(launch(), measured(1), has_equal_lengths=False)
+    assert one is not None and two is not None and two["tpot_ms"] == one["tpot_ms"]
+    assert two["requests_per_s"]["likely"] == pytest.approx(2 * one["requests_per_s"]["likely"])
+    # 64 at once where 8 run: who waits for a place waits for whole answers of others.
     crowded = launch(forecast=Forecast(KEY, 100.0))._replace(
         deployment=reading.parse(FILE.replace("16384}", "16384, args: {max-num-seqs: 8}}"), "one.yaml")
     )
     found = predicted_of(crowded, measured(64), has_equal_lengths=True)
     assert found is not None
-    in_flight = (
-        found["requests_per_s"]["likely"] * (found["ttft_ms"]["likely"] + 127 * found["tpot_ms"]["likely"]) / 1e3
-    )
+    answer_s = (found["ttft_ms"]["likely"] + 127 * found["tpot_ms"]["likely"]) / 1e3
+    in_flight = found["requests_per_s"]["likely"] * answer_s
     assert in_flight == pytest.approx(64, rel=0.25)
     few = predicted_of(launch(), measured(64) | {"max_concurrent_requests": 8}, has_equal_lengths=True)
     assert few == predicted_of(launch(), measured(8), has_equal_lengths=True)
@@ -175,13 +154,9 @@ def test_runs_of_our_own_need_no_names_and_are_not_mixed(tmp_path: Path, capsys:
     runs = []
     for tensor, concurrency, ttft, tpot in ((1, 1, 60.0, 9.0), (1, 8, 130.0, 10.5), (2, 32, 400.0, 15.0)):
         times: Any = {
-            "mean_ttft_ms": ttft,
-            "mean_tpot_ms": tpot,
-            "total_input_tokens": 58_000,
-            "total_output_tokens": 11_600,
-            "flags": {"concurrency": concurrency},
-            "launch": launch(layout=Parallel(tensor=tensor)).facts,
-        }
+            "mean_ttft_ms": ttft, "mean_tpot_ms": tpot, "total_input_tokens": 58_000, "total_output_tokens": 11_600,
+            "flags": {"concurrency": concurrency}, "launch": launch(layout=Parallel(tensor=tensor)).facts,
+        }  # fmt: skip
         runs.append(str(write_run(tmp_path / f"{tensor}-{concurrency}", n=60, **times)))
     file, page = tmp_path / "calibration.json", ["--out", str(tmp_path / "r.html")]
     assert main.run(["bench", "report", *runs, "--calibrate", str(file), *page]) == 2
