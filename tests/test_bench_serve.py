@@ -7,20 +7,20 @@ import http.server
 import io
 import itertools
 import json
-import os
 import signal
 import socket
 import socketserver
 import ssl
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+from launching import Done, call, started
+from waiting import until
 
 from penstock.bench import serve
 from penstock.bench.datasets.tokenizers import FileTokens
@@ -32,7 +32,6 @@ from penstock.bench.results import folder as record
 from penstock.bench.results import validity
 from penstock.bench.results.parse import parse_exchange
 from penstock.bench.serve import Report, Run, Service
-from penstock.cli import main
 from penstock.errors import PenstockError, UserError
 from penstock.models import files
 from penstock.testing.fake_engine.options import Options
@@ -42,6 +41,7 @@ pytestmark = pytest.mark.loopback
 
 CLOSED = Pace(concurrency=4, n_requests=12)
 INSTANT = Options(model="m", ttft_s=0, tokens_per_s=float("inf"))
+NAMED = Options(model="penstock-demo", ttft_s=0, tokens_per_s=float("inf"))
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +81,13 @@ def load(
     n_warmup: int = 1,
 ) -> Report:
     return serve.run(Run(target, pace, bounds or {}, n_warmup), requests)
+
+
+def bench(words: str, *more: str, code: int = 0) -> Done:
+    """`penstock bench serve` with these words, which ends so."""
+    done = call("bench", "serve", *words.split(), *more)
+    assert done.code == code, done
+    return done
 
 
 def asked(prompt: str, output_tokens: int) -> list[PlannedRequest]:
@@ -128,21 +135,14 @@ def test_every_line_may_have_its_model_and_headers(engine: InThread, tmp_path: P
     assert report.summary.errors == {"http 404": 1}
 
 
-def test_all_at_once_with_chosen_percentiles_and_vllms_file(
-    engine: InThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = f"bench serve --url {engine.url} --num-prompts 9 --request-rate inf --max-tokens 4 --save-result"
-    assert main.run([*words.split(), "--metric-percentiles", "50,99.9", "--out", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert (
-        "P99.9 TTFT (ms):" in shown
-        and "P95 TTFT" not in shown
-        and "Maximum request concurrency:             9" in shown
-    )
+def test_all_at_once_with_chosen_percentiles_and_vllms_file(engine: InThread, tmp_path: Path) -> None:
+    words = f"--url {engine.url} --num-prompts 9 --request-rate inf --max-tokens 4 --save-result --out {tmp_path}"
+    shown = bench(words, "--metric-percentiles", "50,99.9").out
+    assert "P99.9 TTFT (ms):" in shown and "P95 TTFT" not in shown
+    assert "Maximum request concurrency:             9" in shown
     result, saved = (json.loads((tmp_path / name).read_text()) for name in ("result.json", "vllm.json"))
-    assert (
-        result["p99.9_itl_ms"] == saved["p99.9_itl_ms"] and "<th>p99.9</th>" in (tmp_path / "report.html").read_text()
-    )
+    assert result["p99.9_itl_ms"] == saved["p99.9_itl_ms"]
+    assert "<th>p99.9</th>" in (tmp_path / "report.html").read_text()
     assert (saved["num_prompts"], saved["request_rate"], saved["max_concurrency"]) == (9, "inf", 9)
     assert saved["output_lens"] == [4] * 9 and [len(gaps) for gaps in saved["itls"]] == [3] * 9
     assert sum(saved["ttfts"]) / 9 == pytest.approx(saved["mean_ttft_ms"] / 1000, abs=1e-5)
@@ -150,15 +150,10 @@ def test_all_at_once_with_chosen_percentiles_and_vllms_file(
 
 
 def test_a_turn_waits_for_the_turn_before(engine: InThread) -> None:
-    asks = [
-        PlannedRequest("a", None, 4),
-        PlannedRequest("a b", None, 4, wait_for=0),
-        PlannedRequest("a b c", None, 4, wait_for=1),
-    ]
+    asks = [PlannedRequest("a", None, 4, wait_for=before) for before in (None, 0, 1)]
     report = load(service(engine.url), asks, Pace(rate=1e5, arrival="constant", n_requests=6), {}, 0)
-    ends = [request.end_s for request in report.requests]
-    sent = [request.sent_s for request in report.requests]
-    assert all(sent[index] >= ends[index - 1] for index in (1, 2, 4, 5))
+    requests = report.requests
+    assert all(requests[index].sent_s >= requests[index - 1].end_s for index in (1, 2, 4, 5))
     assert report.summary.completed == 6
 
 
@@ -172,23 +167,17 @@ def test_a_first_request_that_fails_ends_it_with_the_servers_words(engine: InThr
     assert report.result["warmup_requests"] == 0
 
 
-@pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:b", "http://.foo", f"http://{'a' * 70}.b"])
-def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(UserError, match="cannot use base URL"):
-        serve.resolve(url)
-
-
-@pytest.mark.parametrize("url", ["http://u:sekret@host/v1", "u:sekret@host", "http://u:sek/ret@host", "https://k@h"])
-def test_an_address_with_a_password_is_refused_and_not_repeated(url: str) -> None:
-    with pytest.raises(UserError, match="password") as caught:
-        serve.resolve(url)
-    assert "sek" not in caught.value.message and "OPENAI_API_KEY" in str(caught.value.hint)
-
-
-def test_an_address_may_have_a_path() -> None:
+def test_an_address_may_have_a_path_and_no_password() -> None:
     assert serve.parts_of("http://h/@a").path == "/@a"
     assert serve.resolve("127.0.0.1:80/api/v1/") == Address("http", "127.0.0.1", 80, "127.0.0.1", "/api")
     assert (serve.resolve("https://127.0.0.1").authority, serve.resolve("https://127.0.0.1").port) == ("127.0.0.1", 443)
+    for url in ("ftp://a", "http://", "http://a:b", "http://.foo", f"http://{'a' * 70}.b"):
+        with pytest.raises(UserError, match="cannot use base URL"):
+            serve.resolve(url)
+    for url in ("http://u:sekret@host/v1", "u:sekret@host", "http://u:sek/ret@host", "https://k@h"):
+        with pytest.raises(UserError, match="password") as caught:
+            serve.resolve(url)
+        assert "sek" not in caught.value.message and "OPENAI_API_KEY" in str(caught.value.hint)
 
 
 def test_the_key_is_sent_and_told_to_nobody(engine: InThread) -> None:
@@ -202,45 +191,41 @@ def test_the_key_is_sent_and_told_to_nobody(engine: InThread) -> None:
 # -- the command
 
 
-def test_the_command_prints_vllms_names_and_writes_the_folder(
-    engine: InThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = f"bench serve --url {engine.url} --requests 9 --concurrency 3 --input-tokens 5 --output-tokens 4 --json"
-    words = words.replace("http://", "")
-    assert main.run([*words.split(), "--goodput", "ttft:9000", "e2el:9000", "--out", str(tmp_path / "out")]) == 0
-    result = json.loads(capsys.readouterr().out)
+def bodies(engine: InThread) -> list[dict[str, Any]]:
+    """What it was asked."""
+    return [json.loads(seen.body) for seen in engine.seen if seen.method == "POST"]
+
+
+def test_the_command_prints_vllms_names_and_writes_the_folder(engine: InThread, tmp_path: Path) -> None:
+    words = f"--url {engine.url} --requests 9 --concurrency 3 --input-tokens 5 --output-tokens 4 --json"
+    words += f" --goodput ttft:9000 e2el:9000 --out {tmp_path}"
+    result = bench(words.replace("http://", "")).json
     assert result["service"]["url"] == engine.url
     assert (result["completed"], result["failed"], result["total_output_tokens"]) == (9, 0, 36)
     names = {f"{word}_{name}_ms" for word in ("mean", "median", "p99") for name in ("ttft", "tpot", "itl", "e2el")}
     names |= {"duration", "request_throughput", "output_throughput", "total_token_throughput", "valid", "generator"}
     assert names <= result.keys() and {"cpu_share", "lateness_p99_ms"} <= result["generator"].keys()
     assert (result["goodput_share"], result["flags"]["requests"]) == (1.0, 9)
-    folder = tmp_path / "out"
-    assert json.loads((folder / "result.json").read_text())["completed"] == 9
-    rows = list(csv.DictReader((folder / "requests.csv").open()))
+    assert json.loads((tmp_path / "result.json").read_text())["completed"] == 9
+    rows = list(csv.DictReader((tmp_path / "requests.csv").open()))
     assert [(row["index"], row["output_tokens"]) for row in rows] == [(str(index), "4") for index in range(9)]
-    gaps = list(csv.DictReader((folder / "itl.csv").open()))
-    assert (folder / "engine.csv").read_text().startswith("time_s,source,kind,running,waiting,kv_use")
-    read = record.load(folder)
+    gaps = list(csv.DictReader((tmp_path / "itl.csv").open()))
+    assert (tmp_path / "engine.csv").read_text().startswith("time_s,source,kind,running,waiting,kv_use")
+    read = record.load(tmp_path)
     assert (len(read.done), len(read.gaps), read.gaps[0]) == (9, 27, float(gaps[0]["itl_ms"]))
     assert read.engine and "running" in read.engine[0].values
 
 
-def test_people_get_the_blocks_they_know(engine: InThread, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"bench serve --url {engine.url} --model m --requests 20 --rate 1000 --max-tokens 3 --no-stream --formulas"
-    words += " --burstiness 0.2"
-    assert main.run([*words.split(), "--prompt", "Singapore is a"]) == 0
-    shown = capsys.readouterr().out
+def test_people_get_the_blocks_they_know(engine: InThread, home: Path) -> None:
+    words = f"--url {engine.url} --model m --requests 20 --rate 1000 --max-tokens 3 --no-stream --formulas"
+    shown = bench(f"{words} --burstiness 0.2", "--prompt", "Singapore is a").out
     for line in (
         "============ Serving Benchmark Result ============",
         "Successful requests:                     20",
         "Request rate configured (RPS):           1000.00",
         "Total generated tokens:                  60",
         "----------------End-to-end Latency----------------",
-        "Response time histogram:",
-        "Latency distribution:",
-        "  [200]\t20 responses",
-        "tpot:",
+        *("Response time histogram:", "Latency distribution:", "  [200]\t20 responses", "tpot:"),
     ):
         assert line in shown
     assert "Time to First Token" not in shown.split("tpot:")[0]
@@ -281,56 +266,47 @@ def test_people_get_the_blocks_they_know(engine: InThread, home: Path, capsys: p
         ("one --requests 1 --rate 1", "a deployment and an address at once"),
     ],
 )
-def test_what_cannot_be_run_is_refused(words: str, said: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["bench", "serve", "--url", "http://127.0.0.1:1", "--model", "m", "--json", *words.split()]) == 2
-    assert said in json.loads(capsys.readouterr().out)["error"]["message"]
+def test_what_cannot_be_run_is_refused(words: str, said: str, home: Path) -> None:
+    refused = bench(f"--url http://127.0.0.1:1 --model m --json {words}", code=2)
+    assert said in refused.json["error"]["message"]
     assert not [*home.glob("bench/*")]
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 def test_random_prompts_are_exact_where_the_models_tokenizer_is_here(
-    engine: InThread, endpoint: str, tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+    engine: InThread, endpoint: str, tmp_path: Path, home: Path
 ) -> None:
     demo = FileTokens(files.BUNDLED / "tokenizer.json")
     words = "--requests 5 --concurrency 2 --warmup 0 --max-tokens 2 --input-tokens 37"
-    with in_thread(Options(model="penstock-demo", ttft_s=0, tokens_per_s=float("inf"))) as named:
-        argv = f"bench serve --url {named.url} --endpoint {endpoint} {words}".split()
-        assert main.run(argv) == 0
-        assert "prompts of exactly 37 tokens, counted by" in capsys.readouterr().err
-        asked = [json.loads(request.body) for request in named.seen if request.method == "POST"]
+    with in_thread(NAMED) as named:
+        to_named = f"--url {named.url} --endpoint {endpoint} {words}"
+        assert "prompts of exactly 37 tokens, counted by" in bench(to_named).err
+        sent = bodies(named)
         is_chat = endpoint == "chat"
-        texts = [body["messages"][0]["content"] if is_chat else body["prompt"] for body in asked]
+        texts = [body["messages"][0]["content"] if is_chat else body["prompt"] for body in sent]
         assert [demo.count(text, special=not is_chat) for text in texts] == [37] * 5 and len(set(texts)) == 5
-        assert main.run([*argv, "--tokenizer", str(tmp_path / "none")]) == 2
-        assert "no tokenizer.json" in capsys.readouterr().err
-    argv = f"bench serve --url {engine.url} {words}".split()
-    assert main.run(argv) == 0  # a model whose tokenizer is not here
-    text = "prompts of about 37 tokens, random words: no tokenizer.json on this machine"
-    assert text in capsys.readouterr().err
-    assert main.run([*argv, "--dataset", "sharegpt:x", "--prompt", "y"]) == 2
+        assert "no tokenizer.json" in bench(f"{to_named} --tokenizer {tmp_path / 'none'}", code=2).err
+    unknown = bench(f"--url {engine.url} {words}")  # a model whose tokenizer is not here
+    assert "prompts of about 37 tokens, random words: no tokenizer.json on this machine" in unknown.err
+    bench(f"--url {engine.url} {words} --dataset sharegpt:x --prompt y", code=2)
 
 
 @pytest.mark.parametrize("words", ["", "--dataset random", "--dataset turns:turns=2", "--dataset prefix:n=2,prefix=9"])
 def test_the_warm_ups_prompts_are_not_sent_again(words: str, home: Path) -> None:
-    with in_thread(Options(model="penstock-demo", ttft_s=0, tokens_per_s=float("inf"))) as engine:
-        asked = (
-            f"bench serve --url {engine.url} --requests 6 --concurrency 2 --warmup 3 --input-tokens 9 --max-tokens 2"
-        )
-        assert main.run([*asked.split(), *words.split()]) == 0
-        sent = [json.loads(seen.body)["messages"][-1]["content"] for seen in engine.seen if seen.method == "POST"]
+    shape = "--requests 6 --concurrency 2 --warmup 3 --input-tokens 9 --max-tokens 2"
+    with in_thread(NAMED) as engine:
+        bench(f"--url {engine.url} {shape} {words}")
+        sent = [body["messages"][-1]["content"] for body in bodies(engine)]
     assert len(sent) == 9 and not {*sent[:3]} & {*sent[3:]} and len({*sent[:3]}) == 3
 
 
-def test_a_second_run_asks_something_else_unless_the_seed_is_given(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--requests", "3", "--concurrency", "1", "--warmup", "0", "--max-tokens", "1", "--json"]
+def test_a_second_run_asks_something_else_unless_the_seed_is_given(home: Path) -> None:
     prompts, seeds = [], []
     with in_thread(INSTANT) as engine:
-        for seed in ([], [], ["--seed", "5"], ["--seed", "5"]):
-            assert main.run(["bench", "serve", "--url", engine.url, *words, *seed]) == 0
-            seeds.append(json.loads(capsys.readouterr().out)["flags"]["seed"])
-            prompts.append([seen.body for seen in engine.seen if seen.method == "POST"][-3:])
+        words = f"--url {engine.url} --requests 3 --concurrency 1 --warmup 0 --max-tokens 1 --json"
+        for seed in ("", "", "--seed 5", "--seed 5"):
+            seeds.append(bench(f"{words} {seed}").json["flags"]["seed"])
+            prompts.append([str(body) for body in bodies(engine)[-3:]])
     assert not {*prompts[0]} & {*prompts[1]} and prompts[2] == prompts[3]
     assert seeds[0] != seeds[1] and seeds[2:] == [5, 5]
 
@@ -367,52 +343,54 @@ def behind_tls(certificate: tuple[Path, Path]) -> Iterator[str]:
 
 
 def test_tls_is_spoken_and_the_certificate_checked(
-    behind_tls: str,
-    certificate: tuple[Path, Path],
-    home: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    behind_tls: str, certificate: tuple[Path, Path], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = f"bench serve --url {behind_tls} --model m --requests 9 --concurrency 3 --max-tokens 5 --json".split()
-    assert main.run(words) == 1
-    assert "certificate" in json.loads(capsys.readouterr().out)["error"]["message"]
-    assert main.run([*words, "--insecure"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert (result["completed"], result["failed"], result["total_output_tokens"]) == (9, 0, 45)
-    unnamed = [word for word in words if word not in ("--model", "m")]
-    assert main.run([*unnamed, "--insecure"]) == 0
-    assert json.loads(capsys.readouterr().out)["model"] == "m"
+    words = f"--url {behind_tls} --requests 9 --concurrency 3 --max-tokens 5 --json"
+    assert "certificate" in bench(f"{words} --model m", code=1).json["error"]["message"]
+    result = bench(f"{words} --insecure").json
+    assert (result["model"], result["completed"], result["failed"], result["total_output_tokens"]) == ("m", 9, 0, 45)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
-    assert main.run(words) == 0
-    assert json.loads(capsys.readouterr().out)["completed"] == 9
+    assert bench(f"{words} --model m").json["completed"] == 9
 
 
-def test_without_an_address_a_deployment_must_run(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, said in ((["one"], 'cannot find deployment "one"'), ([], "cannot choose a deployment: none runs")):
-        assert main.run(["bench", "serve", *name, "--requests", "1", "--rate", "1"]) == 2
-        assert said in capsys.readouterr().err
+def test_without_an_address_a_deployment_must_run(home: Path) -> None:
+    assert 'cannot find deployment "one"' in bench("one --requests 1 --rate 1", code=2).err
+    assert "cannot choose a deployment: none runs" in bench("--requests 1 --rate 1", code=2).err
+
+
+def test_a_run_that_is_not_valid_exits_with_1(engine: InThread, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validity, "MAX_LATENESS_MS", -1.0)
+    words = "--model m --requests 2 --concurrency 1 --warmup 0 --max-tokens 1 --json --url"
+    result = bench(words, engine.url, code=1).json
+    assert (result["completed"], result["valid"]) == (2, False)
+    assert "late at p99" in result["invalid_because"][0]
+
+
+def test_a_trace_is_replayed_to_its_end(engine: InThread, tmp_path: Path, home: Path) -> None:
+    timed = [{"timestamp": index * 20, "input_length": 5, "output_length": 1} for index in range(7)]
+    asks = [{"prompt": "a", "max_tokens": 1, "offset_s": index * 1e-4} for index in range(1200)]
+    for name, rows in (("timed", timed), ("asks", asks)):
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
+    words = f"--url {engine.url} --model m --json"
+    result = bench(f"{words} --dataset replay:{tmp_path}/timed --tokenizer {files.BUNDLED}").json
+    assert (result["completed"], result["pace"]["arrival"], result["pace"]["n_requests"]) == (7, "replay", 7)
+    result = bench(f"{words} --dataset jsonl:{tmp_path}/asks --arrival replay --no-stream").json
+    assert result["completed"] + result["failed"] == 1200
 
 
 @pytest.mark.nightly
 @pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_ctrl_c_and_a_kill_leave_the_result_so_far(number: signal.Signals, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_the_result_so_far(tmp_path: Path) -> None:
     reads = tmp_path / record.RAW
     with in_thread(Options(model="m", ttft_s=0, tokens_per_s=50)) as slow:
         words = f"--url {slow.url} --model m --requests 1000 --concurrency 4 --output-tokens 5 --warmup 0 --json"
-        argv = [sys.executable, "-m", "penstock", "bench", "serve", *words.split(), "--out", str(tmp_path)]
-        running = subprocess.Popen(argv, stdout=subprocess.PIPE, env={**os.environ})
-        deadline = time.monotonic() + 20
-        while (len(slow.seen) < 20 or reads.stat().st_size < 1000) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        running.send_signal(number)
-        running.communicate(timeout=60)
-    is_killed = number == signal.SIGKILL
-    assert running.returncode == (-number if is_killed else 130) and reads.exists() is is_killed
-    assert main.run(["bench", "report", str(tmp_path)]) == 0
+        with started("bench", "serve", *words.split(), "--out", tmp_path) as running:
+            until(lambda: len(slow.seen) >= 20 and reads.stat().st_size >= 1000, "some answers")
+            running.send_signal(signal.SIGINT)
+            running.communicate()
+    assert running.returncode == 130 and not reads.exists()
     result = json.loads((tmp_path / "result.json").read_text())
-    assert 0 < result["completed"] < 1000 and not result["valid"]
-    assert result["unfinished"] == (0 if is_killed else 4)
+    assert 0 < result["completed"] < 1000 and not result["valid"] and result["unfinished"] == 4
 
 
 # -- the wire
@@ -532,12 +510,9 @@ def test_an_answer_over_the_timeout_is_no_success() -> None:
     with server(late) as address:
         outcome = run_load(address, Load([REQUEST], concurrency=1, n_requests=1, timeout_s=0.01))
     assert parse_exchange(next(outcome.exchanges.read()), True)[0].error == "timeout"
-
-
-def test_a_listener_that_never_accepts_is_a_timeout() -> None:
     with socket.socket() as listener, socket.socket() as first:
         listener.bind(("127.0.0.1", 0))
-        listener.listen(0)
+        listener.listen(0)  # it never accepts
         first.connect(listener.getsockname())  # its backlog is full: what is sent to it further gets no answer
         address = Address("http", "127.0.0.1", listener.getsockname()[1], "127.0.0.1")
         outcome = run_load(address, Load([REQUEST], concurrency=100, n_requests=100, timeout_s=0.05))
@@ -562,9 +537,7 @@ def test_a_server_that_comes_back_is_measured_on(engine: InThread) -> None:
     assert [later - earlier > 0.015 for earlier, later in itertools.pairwise(ends)] == [True] * 3 + [False] * 2
 
 
-def test_a_killed_run_leaves_what_was_measured(
-    engine: InThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_run_leaves_what_was_measured(engine: InThread, tmp_path: Path) -> None:
     what = Run(service(engine.url, key="sk-secret"), CLOSED, flags={"requests": 12})
     report = serve.run(what, asked("tell me", 6), out=tmp_path)
     assert record.is_unfinished(tmp_path) and b"sk-secret" not in (tmp_path / record.RUN).read_bytes()
@@ -572,14 +545,13 @@ def test_a_killed_run_leaves_what_was_measured(
     reads.write_bytes(reads.read_bytes()[:-400])  # a kill in the middle of a write
     for name in (record.REQUESTS, record.GAPS):
         (tmp_path / name).unlink()
-    assert main.run(["bench", "report", str(tmp_path)]) == 0
+    assert call("bench", "report", tmp_path).code == 0
     result = record.load(tmp_path)
-    assert 0 < len(result.done) <= 12 and result.number("completed") == len(result.done)
+    n = len(result.done)
+    assert 0 < n <= 12 and result.number("completed") == n
     assert result.summary["invalid_because"][-1].startswith("the run was killed") and result.summary["flags"]
     assert not reads.exists() and "not valid" in (tmp_path / "report.html").read_text()
-    assert [request.input_tokens for request in result.done] == [request.input_tokens for request in report.requests][
-        : len(result.done)
-    ]
+    assert [request.input_tokens for request in result.done] == [row.input_tokens for row in report.requests][:n]
 
 
 def test_a_full_disk_ends_the_run_with_what_was_written(engine: InThread) -> None:
