@@ -46,31 +46,29 @@ def test_other_words_for_verbs(shell: Shell) -> None:
     assert shell("version")[1] == f"penstock {__version__}\n"
     assert shell("help", "up")[1] == shell("up", "--help")[1]
     assert shell("help")[1] == shell("--help")[1]
+    for words in ("bench", "bench serve", "autoscale", "autoscale explain", "up"):
+        assert f"examples:\n  penstock {words}" in shell("help", *words.split())[1]
     for verb in ("stop", "rm"):
         assert shell(verb, "nobody")[2].splitlines()[0] == 'error: cannot find deployment "nobody"'
 
 
 @pytest.mark.usefixtures("home")
-def test_flags_of_vllm_serve_are_settings(shell: Shell) -> None:
-    words = "--port 0 -tp 2 penstock-demo --max-model-len 1K --enforce-eager --max-num-seqs=4 --host 127.0.0.1 -d"
+def test_flags_of_vllm_serve_are_settings_and_a_file_may_be_given_as_with_other_tools(
+    shell: Shell, tmp_path: Path
+) -> None:
+    (tmp_path / "d.yaml").write_text("model: penstock-demo\nname: from-file\ngateway: {port: 0}\n")
+    words = ["render", "-f", str(tmp_path / "d.yaml"), "--json"]
+    assert json.loads(shell(*words)[1])["deployment"]["name"] == "from-file"
+    flags = "--port 0 -tp 2 penstock-demo --max-model-len 1K --enforce-eager --max-num-seqs=4 --host 127.0.0.1 -d"
     more = ["--compilation-config", '{"level": 3}', "--served-model-name", "x", "--set", "engine.args.max-num-seqs=5"]
-    facts = json.loads(shell("up", "--dry-run", "--json", "--engine", "vllm", *words.split(), *more)[1])
+    facts = json.loads(shell("up", "--dry-run", "--json", "--engine", "vllm", *flags.split(), *more)[1])
     wanted = facts["deployment"]
-    assert (wanted["model"], wanted["parallel"]["tensor"], wanted["engine"]["max_model_len"]) == (
-        "penstock-demo",
-        2,
-        1024,
-    )
+    assert (wanted["model"], wanted["parallel"]["tensor"]) == ("penstock-demo", 2)
+    assert wanted["engine"]["max_model_len"] == 1024
     assert wanted["engine"]["args"] == {"enforce-eager": True, "max-num-seqs": 5, "compilation-config": '{"level": 3}'}
     assert wanted["gateway"]["aliases"] == ["x"]
     check_error(shell, ["render", "--api-key", "s"], f"cannot use {DEMO_DEPLOYMENT}", "engine.args.api-key", None)
     assert 'error: argument --max-model-len: "x" is not a whole number' in shell("up", "--max-model-len", "x")[2]
-
-
-def test_a_file_may_be_given_as_with_other_tools(shell: Shell, tmp_path: Path) -> None:
-    path = tmp_path / "d.yaml"
-    path.write_text("model: penstock-demo\nname: from-file\ngateway: {port: 0}\n")
-    assert json.loads(shell("render", "-f", str(path), "--json")[1])["deployment"]["name"] == "from-file"
 
 
 @pytest.mark.parametrize("words", ["status", "ls"])
@@ -96,27 +94,15 @@ def test_watching_shows_it_again_until_ctrl_c(shell: Shell, monkeypatch: pytest.
 def test_a_shell_completes_every_verb_and_its_options(shell: Shell, tmp_path: Path) -> None:
     script = shell("completion", "bash")[1]
     path = tmp_path / "complete"
-    path.write_text(f"{script}\nCOMP_WORDS=(penstock logs --fo); COMP_CWORD=2; _penstock; echo ${{COMPREPLY[@]}}\n")
-    done = subprocess.run(["bash", str(path)], capture_output=True, text=True, check=True)
-    assert done.stdout == "--follow\n"
     (tmp_path / "runs" / "qwen").mkdir(parents=True)
     asked = {
         "bench ": ["serve", "compare", "report", "sweep", "throughput", "latency"],
-        "bench serve --rat": ["--rate", "--rate-from"],
         "bench serve --arrival ": ["poisson", "constant", "gamma", "ramp", "replay"],
-        "autoscale s": ["simulate"],
-        "keys ro": ["rotate"],
-        "rm --fo": ["--forget"],
-        "ps --al": ["--all"],
-        "stop q": ["qwen"],
-        "scale q": ["qwen"],
-        "help sta": ["status"],
-        "up --engine l": ["llamacpp"],
-        "completion f": ["fish"],
-        "service ins": ["install"],
-        "stat": ["status"],
-        "sto": ["stop"],
-    }
+        "bench serve --rat": ["--rate", "--rate-from"], "logs --fo": ["--follow"], "autoscale s": ["simulate"],
+        "keys ro": ["rotate"], "rm --fo": ["--forget"], "ps --al": ["--all"], "stop q": ["qwen"], "scale q": ["qwen"],
+        "help sta": ["status"], "up --engine l": ["llamacpp"], "completion f": ["fish"], "service ins": ["install"],
+        "stat": ["status"], "sto": ["stop"],
+    }  # fmt: skip
     empty = '""'
     lines = [
         f"COMP_WORDS=(penstock {words}{empty * words.endswith(' ')}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); "
@@ -131,8 +117,7 @@ def test_a_shell_completes_every_verb_and_its_options(shell: Shell, tmp_path: Pa
     page = shell("help", "--man")[1]
     assert page.startswith('.TH PENSTOCK 1 "" "penstock')
     for verb in main.VERBS:
-        assert f"-a {verb} -d" in fish
-        assert f".SH {verb.upper()}\n" in page
+        assert f"-a {verb} -d" in fish and f".SH {verb.upper()}\n" in page
 
 
 def test_a_service_is_a_unit_that_starts_and_ends_the_deployment(
@@ -154,11 +139,6 @@ def test_a_service_is_a_unit_that_starts_and_ends_the_deployment(
     assert f'Environment="PENSTOCK_HOME={tmp_path / "a b"}"' in unit.read_text()
     assert unit.read_text().count("name=chat") == 1
     assert 'unknown action "remove"' in shell("service", "remove", str(file))[2]
-
-
-@pytest.mark.parametrize("words", ["bench", "bench serve", "autoscale", "autoscale explain", "up"])
-def test_help_has_examples(shell: Shell, capsys: pytest.CaptureFixture[str], words: str) -> None:
-    assert f"examples:\n  penstock {words}" in shell("help", *words.split())[1]
 
 
 def test_a_mistyped_flag_of_vllm_gets_the_nearest() -> None:

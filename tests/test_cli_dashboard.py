@@ -6,15 +6,15 @@ import html
 import json
 import stat
 import webbrowser
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 from nodes_rig import TOKEN, Rig, plan_for
 from samples import deployment, run_folder
+from test_cli import Shell
 
-from penstock.cli import main
 from penstock.node.group import rendezvous
 from penstock.node.group.addresses import Formation, GroupNode
 from penstock.run_folder import Desired, Run, State
@@ -22,31 +22,20 @@ from penstock.wire.announcement import engine_key, scrape_key
 
 URL = "http://127.0.0.1:8000/dashboard"
 KEY = scrape_key(engine_key("secret-token"))
-Shell = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
 def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
     for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION"):
         monkeypatch.delenv(name, raising=False)
-
-    def call(*argv: str) -> tuple[int, str, str]:
-        code = main.run(argv)
-        return code, *capsys.readouterr()
-
-    return call
+    return Shell(capsys)
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a browser was started with."""
     urls = list[str]()
-
-    def start(url: str) -> bool:
-        urls.append(url)
-        return True
-
-    monkeypatch.setattr(webbrowser, "open", start)
+    monkeypatch.setattr(webbrowser, "open", lambda url: urls.append(url) is None)
     return urls
 
 
@@ -64,9 +53,7 @@ def test_key_reaches_the_browser_in_a_private_file_not_on_a_command_line(
     assert opened == [file.as_uri()]
     assert f'content="0; url={html.escape(URL)}#key={KEY}"' in file.read_text()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert (code, out) == (0, "")
-    assert URL in err
-    assert KEY not in err
+    assert (code, out) == (0, "") and URL in err and KEY not in err
 
 
 def test_without_a_display_the_link_is_printed_and_nothing_opened(
@@ -75,9 +62,7 @@ def test_without_a_display_the_link_is_printed_and_nothing_opened(
     monkeypatch.setenv("SSH_CONNECTION", "10.0.0.9 5000 10.0.0.7 22")
     _, out, err = shell("dashboard", "keyed")
     assert out == f"{URL}#key={KEY}\n"
-    assert "changes nothing" in err
-    assert "ssh -N -L 8000:127.0.0.1:8000 " in err
-    assert err.endswith("@10.0.0.7\n")
+    assert "changes nothing" in err and "ssh -N -L 8000:127.0.0.1:8000 " in err and err.endswith("@10.0.0.7\n")
     monkeypatch.setenv("DISPLAY", ":0")
     assert shell("dashboard", "--no-open")[1] == out
     monkeypatch.setattr(webbrowser, "open", lambda url: False)
@@ -85,19 +70,15 @@ def test_without_a_display_the_link_is_printed_and_nothing_opened(
     assert opened == []
 
 
-def test_as_json_and_without_keys(shell: Shell, keyed: Run) -> None:
+def test_as_json_and_without_keys_and_of_a_deployment_that_is_down_there_is_none(shell: Shell, keyed: Run) -> None:
     assert json.loads(shell("dashboard", "keyed", "--json")[1]) == {"url": URL, "key": KEY}
     run_folder(deployment(name="open"))
     assert json.loads(shell("dashboard", "open", "--json")[1]) == {"url": URL, "key": None}
     assert shell("dashboard", "open")[1] == f"{URL}\n"
-
-
-def test_of_a_deployment_that_is_down_there_is_no_page(shell: Shell, keyed: Run) -> None:
     keyed.write_desired(Desired("down", 0))
     keyed.write_state(State(0.0, "down", 0))
     code, _, err = shell("dashboard", "keyed")
-    assert code == 2
-    assert 'cannot show deployment "keyed": it is down' in err
+    assert code == 2 and 'cannot show deployment "keyed": it is down' in err
 
 
 @pytest.fixture

@@ -1,21 +1,20 @@
 """`penstock requests`: the slowest, from a snapshot, and the newest, from the access log."""
 
+# ruff: noqa: F811 - fixtures of test_cli
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 from samples import deployment, run_folder
+from test_cli import Shell, shell  # noqa: F401 - a fixture
 
-from penstock.cli import main
 from penstock.deployment import live
 from penstock.gateway.accounting.access_log import Line
 from penstock.wire.live import Rates, SlowRequest, Snapshot
 
-Shell = Callable[..., tuple[int, str, str]]
 SLOW = SlowRequest(
     at=1_790_000_000.0, request_id="r-1", key="alice", model="m", replica="0", outcome="complete", status=200,
     duration_s=75.2, hold_s=12.0, own_s=0.0004, first_byte_s=0.8, stream_s=62.4, prompt_tokens=900, output_tokens=700,
@@ -25,15 +24,6 @@ LINE = Line(
     "2026-09-21T14:13:30.000Z", "r-1", None, "a\x1b[2Jlice", "m", "0", "POST", "/v1/chat/completions", 200, "complete",
     10, 4, 6, 0.0, 81.5, 12.5, 1010.0, 0.2, "openai/1", "10.0.0.9",
 )  # fmt: skip
-
-
-@pytest.fixture
-def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
-    def call(*argv: str) -> tuple[int, str, str]:
-        code = main.run(argv)
-        return code, *capsys.readouterr()
-
-    return call
 
 
 def test_the_slowest_say_where_their_time_went(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,11 +58,8 @@ def test_the_newest_are_read_over_rotated_files(shell: Shell, tmp_path: Path) ->
     assert "\x1b" not in text
     assert text.splitlines()[-1].split()[:3] == ["2026-09-21T14:13:30.000Z", "200", "complete"]
     assert shell("requests", "d", "-n", "0")[1] == "no request yet\n"
-
-
-def test_without_an_access_log_it_says_how_to_get_one(shell: Shell) -> None:
-    run_folder(deployment(name="d"))
-    code, _, error = shell("requests", "d")
+    for name, config in (("none", {}), ("e", {"access_log": "stderr"})):
+        run_folder(deployment(name=name, gateway=config))
+    code, _, error = shell("requests", "none")
     assert code == 2 and "gateway.access_log" in error and "--slow" in error
-    run_folder(deployment(name="e", gateway={"access_log": "stderr"}))
     assert "penstock logs e --part gateway" in shell("requests", "e")[2]
