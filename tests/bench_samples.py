@@ -23,12 +23,8 @@ def write_run(folder: Path, seed: int = 0, n: int = 300, slower: float = 1.0, **
         tokens, is_ok = rng.randint(40, 80), index % 50 != 49
         end = at + (ttft + tpot * (tokens - 1)) / 1000
         gaps += [rng.gauss(tpot, 1) for _ in range(3)]
-        row: dict[str, Any] = {
-            "index": index,
-            "intended_s": round(at, 6),
-            "sent_s": round(at + 0.0002, 6),
-            "end_s": round(end, 6),
-        }
+        row: dict[str, Any] = {"index": index, "intended_s": round(at, 6), "sent_s": round(at + 0.0002, 6)}
+        row["end_s"] = round(end, 6)
         row |= {"ttft_ms": round(ttft, 3), "tpot_ms": round(tpot, 3), "e2el_ms": round(1000 * (end - at), 3)}
         row |= {"input_tokens": 100, "output_tokens": tokens, "status": 200, "error": "", "replica": index % 2}
         if not is_ok:
@@ -52,19 +48,14 @@ def _summary(rows: list[dict[str, Any]], gaps: list[float]) -> dict[str, Any]:
     duration = max(float(row["end_s"]) for row in rows)
     n_out = sum(row["output_tokens"] for row in done)
     found: dict[str, Any] = {
-        "completed": len(done),
-        "failed": len(rows) - len(done),
-        "duration": duration,
-        "request_throughput": len(done) / duration,
-        "output_throughput": n_out / duration,
+        "completed": len(done), "failed": len(rows) - len(done), "duration": duration, "valid": True, "model": "m",
+        "request_throughput": len(done) / duration, "output_throughput": n_out / duration,
         "total_token_throughput": (n_out + 100 * len(done)) / duration,
-        "valid": True,
         "generator": {"cpu_share": 0.08, "lateness_p99_ms": 0.9},
         "flags": {"url": "http://127.0.0.1:9110", "rate": 10.0, "requests": len(rows)},
         "versions": {"penstock": "0.1.0", "engine": "vllm 0.32.0"},
         "machine": {"host": "a", "gpus": ["NVIDIA H100 80GB HBM3"]},
-        "model": "m",
-    }
+    }  # fmt: skip
     for name in ("ttft", "tpot", "e2el", "itl"):
         values = sorted(gaps if name == "itl" else [float(row[f"{name}_ms"]) for row in done])
         found[f"mean_{name}_ms"] = sum(values) / len(values)

@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 import subprocess
-import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -16,10 +15,10 @@ from typing import Any
 
 import pytest
 import yaml
+from waiting import until
 
 from penstock.hardware import network
 
-READY_S = 60.0
 Answer = list[tuple[dict[str, str], float]]
 
 
@@ -38,13 +37,9 @@ class Prometheus:
         rows = [(row["metric"], float(row["value"][1])) for row in data["result"]]
         return [row for row in rows if not math.isnan(row[1])]
 
-    def wait(self, expr: str, timeout_s: float = READY_S) -> Answer:
+    def wait(self, expr: str) -> Answer:
         """The first answer that is not empty."""
-        deadline = time.monotonic() + timeout_s
-        while not (answer := self.ask(expr)):
-            assert time.monotonic() < deadline, f"no data for {expr}"
-            time.sleep(0.2)
-        return answer
+        return until(lambda: self.ask(expr), f"data for {expr}")
 
 
 @contextlib.contextmanager
@@ -71,10 +66,8 @@ def prometheus(
         child = subprocess.Popen([*argv, f"--web.listen-address=127.0.0.1:{port}"], stderr=log, stdout=log)
     try:
         found = Prometheus(f"http://127.0.0.1:{port}")
-        deadline = time.monotonic() + READY_S
-        while not _is_ready(found.url):
-            assert child.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
-            time.sleep(0.05)
+        until(lambda: child.poll() is not None or _is_ready(found.url), "Prometheus answers")
+        assert child.poll() is None, (folder / "log").read_text()
         yield found
     finally:
         child.kill()

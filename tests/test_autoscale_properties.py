@@ -46,16 +46,10 @@ def samples(draw: st.DrawFn, t: float) -> Sample:
         for n in range(draw(st.integers(0, 5)))
     )
     return Sample(
-        t=t,
-        arrivals=arrivals,
-        prompt_tokens=arrivals * draw(st.integers(1, 3000)),
-        output_tokens=draw(st.integers(0, 20_000)),
-        in_flight=draw(COUNTS),
-        held=draw(st.sampled_from((0, 0, 3, 100))),
-        ttft_good=draw(st.integers(0, 5)),
-        ttft_total=draw(st.integers(5, 9)),
-        replicas=replicas,
-    )
+        t, arrivals, prompt_tokens=arrivals * draw(st.integers(1, 3000)), output_tokens=draw(st.integers(0, 20_000)),
+        in_flight=draw(COUNTS), held=draw(st.sampled_from((0, 0, 3, 100))), ttft_good=draw(st.integers(0, 5)),
+        ttft_total=draw(st.integers(5, 9)), replicas=replicas,
+    )  # fmt: skip
 
 
 @st.composite
@@ -90,23 +84,16 @@ def test_a_decision_is_within_min_and_max_and_one_sentence(rows: list[Sample], p
 def test_more_load_never_gives_fewer_replicas(rows: list[Sample], policy: Policy, data: st.DataObject) -> None:
     *past, last = rows
     state = followed(past, policy)[-1].state if past else State()
-    more = msgspec.structs.replace(
-        last,
-        arrivals=last.arrivals + data.draw(COUNTS),
-        prompt_tokens=last.prompt_tokens + data.draw(st.integers(0, 99_999)),
-        output_tokens=last.output_tokens + data.draw(st.integers(0, 9_999)),
-        in_flight=last.in_flight + data.draw(COUNTS),
-        held=last.held + data.draw(COUNTS),
-        replicas=tuple(
-            msgspec.structs.replace(
-                each,
-                running=each.running + data.draw(st.integers(0, 9)),
-                waiting=each.waiting + data.draw(st.integers(0, 9)),
-                kv_use=0.9,
-            )
-            for each in last.replicas
-        ),
+    few = st.integers(0, 9)
+    busier = tuple(
+        msgspec.structs.replace(
+            each, running=each.running + data.draw(few), waiting=each.waiting + data.draw(few), kv_use=0.9
+        )
+        for each in last.replicas
     )
+    added = {"arrivals": 200, "prompt_tokens": 99_999, "output_tokens": 9_999, "in_flight": 200, "held": 200}
+    counts = {name: getattr(last, name) + data.draw(st.integers(0, most)) for name, most in added.items()}
+    more = msgspec.structs.replace(last, replicas=busier, **counts)
     fewer = scale(Recent((last,)), state, policy, last.t)
     assert scale(Recent((more,)), state, policy, more.t).replicas >= fewer.replicas, fewer.reason
 
@@ -151,9 +138,7 @@ def test_a_constant_load_reaches_a_number_in_ten_minutes_and_stays(
 @given(histories(20), policies("slo"), st.sampled_from((-1e6, -3600.0, -20.0, 3600.0, 1e6)))
 def test_a_jump_of_the_clock_ends_nothing_at_once(rows: list[Sample], policy: Policy, jump_s: float) -> None:
     policy = msgspec.structs.replace(policy, replicas=msgspec.structs.replace(policy.replicas, up=None, down=None))
-    state = State(replicas=None)
-    for sample in rows[:-1]:
-        state = scale(Recent((sample,)), state, policy, sample.t).state
+    state = followed(rows[:-1], policy)[-1].state if rows[1:] else State(replicas=None)
     last = msgspec.structs.replace(rows[-1], t=(rows[-2].t if len(rows) > 1 else rows[-1].t) + 1.0)
     moved = msgspec.structs.replace(last, t=last.t + jump_s)
     here, there = scale(Recent((last,)), state, policy, last.t), scale(Recent((moved,)), state, policy, moved.t)

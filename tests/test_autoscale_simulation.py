@@ -6,11 +6,12 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launching import Done, call
 
-from penstock.cli import main
 from penstock.deployment.autoscale import Policy
 from penstock.errors import UserError
 from penstock.spec.deployment import Replicas
@@ -83,24 +84,31 @@ def test_penstock_keeps_more_promises_than_hpa_for_less() -> None:
 # ---- the command line ------------------------------------------------------------------------------------------------
 
 
-def replayed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, *words: str) -> list[dict]:  # type: ignore[type-arg]
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    assert main.run(["autoscale", "replay", "-", *words]) == 0
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
+    def replay(text: str, *words: object) -> Done:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        return call("autoscale", "replay", "-", *words)
+
+    return replay
 
 
-def test_replay_prints_a_decision_for_each_sample(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_replay_prints_a_decision_for_each_sample(replayed: Callable[..., Done], tmp_path: Path) -> None:
     block, whole = tmp_path / "block.yaml", tmp_path / "whole.yaml"
     block.write_text("min: 0\nmax: 3\n")
     whole.write_text("replicas: {min: 0, max: 2, metric: in_flight, target: 1}\nworkload: {ttft_ms: 500}\n")
     lines = ['{"t": 1.5, "unknown": [1]}', "", '{"t": 2.5, "arrivals": 9.0, "prompt_tokens": 9000.4, "held": 900}']
-    text = "\n".join(lines)
-    first, second = replayed(capsys, monkeypatch, text, "--policy", str(block), "--start-s", "20")
+    first, second = replayed("\n".join(lines), "--policy", block, "--start-s", 20).events
     assert first == {"t": 1.5, "replicas": 0, "reason": first["reason"]} and second["replicas"] == 3
     lines[2] = '{"t": 2.5, "in_flight": 9}'
-    assert replayed(capsys, monkeypatch, "\n".join(lines), "--policy", str(whole))[1]["replicas"] == 2
+    assert replayed("\n".join(lines), "--policy", whole).events[1]["replicas"] == 2
+    for text, words in (
+        ("min: 3\nmax: 2\nup: {policies: [{type: Pod, value: 1}]}\n", "replicas.up.policies[0].type"),
+        ("", "is empty"),
+    ):
+        block.write_text(text)
+        refused = replayed("", "--policy", block)
+        assert refused.code == 2 and words in refused.err
 
 
 @pytest.mark.processes
@@ -119,43 +127,25 @@ def test_replay_answers_each_line_before_it_reads_the_next() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "it is not JSON"),
-        ('{"t": NaN}', "it is not JSON"),
-        ("\udcff", "it is not JSON"),  # a byte that is not UTF-8, as standard input has it
-        ("[1]", "it is not a sample"),
-        ('{"arrivals": 1}', "it is not a sample"),
-        ('{"t": 1, "held": "x"}', "it is not a sample"),
+        # The third is a byte that is not UTF-8, as standard input has it.
+        *((line, "it is not JSON") for line in ("{", '{"t": NaN}', "\udcff")),
+        *((line, "it is not a sample") for line in ("[1]", '{"arrivals": 1}', '{"t": 1, "held": "x"}')),
         ('{"t": 1, "replicas": [{"state": "gone"}]}', "it is not a sample"),
         ('{"t": 1, "replicas": [{"running": -1}]}', "running is below 0"),
     ],
 )
-def test_replay_refuses_a_line_with_its_number(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, words: str
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f'{{"t": 0}}\n{line}\n'))
-    assert main.run(["autoscale", "replay", "-"]) == 2
-    output = capsys.readouterr()
-    assert f"standard input, line 2: {words}" in output.err and len(output.out.splitlines()) == 1
+def test_replay_refuses_a_line_with_its_number(replayed: Callable[..., Done], line: str, words: str) -> None:
+    done = replayed(f'{{"t": 0}}\n{line}\n')
+    assert done.code == 2 and len(done.out.splitlines()) == 1
+    assert f"standard input, line 2: {words}" in done.err
 
 
-def test_a_wrong_policy_is_refused_with_all_its_problems(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    block = tmp_path / "block.yaml"
-    block.write_text("min: 3\nmax: 2\nup: {policies: [{type: Pod, value: 1}]}\n")
-    assert main.run(["autoscale", "replay", "-", "--policy", str(block)]) == 2
-    assert "replicas.up.policies[0].type" in capsys.readouterr().err
-    block.write_text("")
-    assert main.run(["autoscale", "replay", "-", "--policy", str(block)]) == 2
-    assert "is empty" in capsys.readouterr().err
-
-
-def test_simulate_prints_a_row_for_each_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_simulate_prints_a_row_for_each_and_draws(tmp_path: Path) -> None:
     picture = tmp_path / "noise.svg"
     command = ["autoscale", "simulate", "--trace", "noise", "--hours", "0.05", "--scale-load", "0.3"]
-    assert main.run([*command, "--plot", str(picture)]) == 0
-    rows = capsys.readouterr().out.splitlines()
+    rows = call(*command, "--plot", picture).out.splitlines()
     assert [row.split()[0] for row in rows[1:6]] == ["penstock", "HPA,", "KEDA,", "Knative,", "always"]
     assert picture.read_text().startswith("<svg xmlns=")
-    assert main.run([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["scalers"]["penstock"]["lost"] == 0
-    assert main.run(["autoscale", "simulate", "--trace", "nothing"]) == 2
-    assert 'there is no trace "nothing"' in capsys.readouterr().err
+    assert call(*command, "--json").json["scalers"]["penstock"]["lost"] == 0
+    refused = call("autoscale", "simulate", "--trace", "nothing")
+    assert refused.code == 2 and 'there is no trace "nothing"' in refused.err

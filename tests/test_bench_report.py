@@ -17,14 +17,8 @@ from penstock.bench.report.svg import Chart, Series
 from penstock.bench.results import folder
 from penstock.bench.results.folder import Result
 
-PLAN = {
-    "speed": {
-        "ttft_ms": {"low": 70, "likely": 95, "high": 150},
-        "tpot_ms": {"low": 5, "likely": 6, "high": 7},
-        "output_tokens_per_s": None,
-        "requests_per_s": {"low": 1},
-    }
-}
+TTFT, TPOT = {"low": 70, "likely": 95, "high": 150}, {"low": 5, "likely": 6, "high": 7}
+PLAN = {"speed": {"ttft_ms": TTFT, "tpot_ms": TPOT, "output_tokens_per_s": None, "requests_per_s": {"low": 1}}}
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +31,7 @@ class Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.open: list[str] = []
-        self.words: list[str] = []
+        self.open, self.words = list[str](), list[str]()
         self.feed(text)
         assert self.open == []
 

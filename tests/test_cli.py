@@ -112,6 +112,8 @@ def test_a_mistake_is_explained_and_changes_nothing(shell: Shell, home: Path, ve
 def test_a_port_in_use_is_explained(shell: Shell, home: Path, taken: int, verb: str) -> None:
     words = [*verb.split(), "--port", str(taken)]
     check_error(shell, words, f"cannot listen on 127.0.0.1:{taken}: address already in use", "Process ", "End that")
+    observing = [*verb.split(), "--port", "0", "--set", "observe.prometheus=true", "--set", f"observe.port={taken}"]
+    check_error(shell, observing, f"cannot listen on 127.0.0.1:{taken}", "Process ", "End that")
     assert not (home / "runs" / "penstock-demo").exists()
 
 

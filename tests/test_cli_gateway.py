@@ -36,48 +36,19 @@ def test_every_argument_becomes_a_setting() -> None:
         *("--upstream-key", "a=/run/key", "--upstream-key", "b=env:KEY", "--ledger-days", "all"),
         *("--listen", "0.0.0.0:80", "--workers", "4", "--max-body-bytes", "1000", "--total-timeout", "9.5"),
         *("--max-in-flight", "7", "--queue-requests", "9", "--queue-bytes", "10", "--queue-key-share", "0.25"),
-        *(
-            "--allow-origin",
-            "https://a.example",
-            "--path-prefix",
-            "/p",
-            "--engine-route",
-            "/sleep",
-            "--body-timeout",
-            "3",
-            "--stall-timeout",
-            "4",
-        ),
-        *("--hold", "5", "--drain", "6", "--tls-cert", "c", "--tls-key", "k"),
+        *("--allow-origin", "https://a.example", "--path-prefix", "/p", "--engine-route", "/sleep", "--hold", "5"),
+        *("--body-timeout", "3", "--stall-timeout", "4", "--drain", "6", "--tls-cert", "c", "--tls-key", "k"),
     )
+    a, e = Upstream("http://h:1", "a", "/run/key"), Upstream("unix:/e.sock", "a", "/run/key")
     assert config == GatewayConfig(
-        listen="0.0.0.0:80",
-        admin="unix:/run/x/admin.sock",
-        admin_token_file="",
-        models=(ServedModel("a", ("gpt",)), ServedModel("b")),
-        auth="keys",
-        hold_s=5.0,
-        drain_s=6.0,
-        store="postgresql://db/x",
-        ledger_days=None,
-        workers=4,
-        policy="prefix",
-        max_in_flight=7,
-        queue=QueueBounds(9, 10, 0.25),
-        limits=Limits(body_bytes=1000, total_s=9.5, body_s=3.0, stall_s=4.0),
-        upstreams=(
-            Upstream("http://h:1", "a", "/run/key"),
-            Upstream("unix:/e.sock", "a", "/run/key"),
-            Upstream("http://h:2", "b", key_env="KEY"),
-        ),
-        tls_cert="c",
-        tls_key="k",
-        allowed_origins=("https://a.example",),
-        path_prefix="/p",
-        engine_routes=("/sleep",),
-        engine_families=("vllm:", "llamacpp:"),
+        listen="0.0.0.0:80", admin="unix:/run/x/admin.sock", admin_token_file="", auth="keys", hold_s=5.0, drain_s=6.0,
+        models=(ServedModel("a", ("gpt",)), ServedModel("b")), store="postgresql://db/x", ledger_days=None, workers=4,
+        policy="prefix", max_in_flight=7, queue=QueueBounds(9, 10, 0.25), tls_cert="c", tls_key="k",
+        limits=Limits(body_bytes=1000, total_s=9.5, body_s=3.0, stall_s=4.0), path_prefix="/p",
+        upstreams=(a, e, Upstream("http://h:2", "b", key_env="KEY")), allowed_origins=("https://a.example",),
+        engine_routes=("/sleep",), engine_families=("vllm:", "llamacpp:"),
         renamed={rename.old: rename.name for rename in renames()},
-    )
+    )  # fmt: skip
     assert config_of(*UPSTREAM).ledger_days == 90
 
 
@@ -130,31 +101,29 @@ def test_folder_of_a_killed_gateway_is_removed_by_the_next_start(
 
 @pytest.mark.processes
 @pytest.mark.nightly
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_store_that_cannot_be_opened_is_told_before_anybody_is_sent_here(workers: str, tmp_path: Path) -> None:
+def test_store_that_cannot_be_opened_is_told_before_anybody_is_sent_here(tmp_path: Path) -> None:
     store = ("--auth", "keys", "--store", str(tmp_path / "absent" / "x.db"))
-    with running(gateway_argv("--workers", workers, *UPSTREAM, *store)) as gateway:
+    with running(gateway_argv("--workers", "2", *UPSTREAM, *store)) as gateway:
         assert "could not use store" in begin(gateway)["error"]["message"]  # and no address
         assert waiting.end(gateway) == 2
 
 
 @contextlib.contextmanager
-def holding(workers: int) -> Iterator[subprocess.Popen[str]]:
+def holding() -> Iterator[subprocess.Popen[str]]:
     """A gateway that drains for as long as it may: one request waits for an engine that is not there."""
-    with running(gateway_argv("--workers", str(workers), *UPSTREAM)) as gateway:
+    with running(gateway_argv("--workers", "2", *UPSTREAM)) as gateway:
         listen = begin(gateway)["listen"]
-        read_until(gateway, "serving on", workers)
+        read_until(gateway, "serving on", 2)
         with socket.create_connection(("127.0.0.1", int(listen.rpartition(":")[2]))) as client:
             client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}")
             yield gateway
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_second_signal_ends_it_at_once_with_1(workers: int) -> None:
-    with holding(workers) as gateway:
+def test_second_signal_ends_it_at_once_with_1() -> None:
+    with holding() as gateway:
         gateway.send_signal(signal.SIGTERM)
-        read_until(gateway, "draining", workers)
+        read_until(gateway, "draining", 2)
         gateway.send_signal(signal.SIGTERM)
         assert waiting.end(gateway) == 1
 
@@ -162,7 +131,7 @@ def test_second_signal_ends_it_at_once_with_1(workers: int) -> None:
 @pytest.mark.processes
 @pytest.mark.nightly
 def test_ctrl_c_which_a_terminal_sends_to_every_process_is_one_signal() -> None:
-    with holding(workers=2) as gateway:
+    with holding() as gateway:
         os.killpg(gateway.pid, signal.SIGINT)
         read_until(gateway, "stopped, 0 requests cut", 1)  # by the worker that holds nothing
         assert gateway.poll() is None

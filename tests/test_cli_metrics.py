@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from launching import call
 
 from penstock.cli import metrics
@@ -32,46 +31,34 @@ def test_a_table_leaves_out_labels_that_are_the_same_everywhere() -> None:
     ]
     mixed = [*rows, Series({"__name__": "up", **USUAL, "job": "engines"}, ((1.0, 0.0),))]
     assert "up{job=engines}" in metrics.series_text(mixed, is_range=False)
+    hostile = metrics.series_text([Series({"model": 'x"}\n\x1b[31m{'}, ((1.0, 1.0),))], is_range=False)
+    assert len(hostile.splitlines()) == 2 and "\x1b" not in hostile
 
 
-def test_a_hostile_label_stays_on_its_line() -> None:
-    row = Series({"model": 'x"}\n\x1b[31m{'}, ((1.0, 1.0),))
-    text = metrics.series_text([row], is_range=False)
-    assert len(text.splitlines()) == 2 and "\x1b" not in text
-
-
-def test_a_range_shows_its_bounds_and_its_course() -> None:
+def test_a_range_shows_its_bounds_and_its_course_with_gaps() -> None:
     row = Series({"model": "m"}, tuple((float(at), float(at)) for at in range(8)))
-    assert metrics.series_text([row], is_range=True).splitlines()[1].split() == [
-        "model=m", "7", "0", "7", "▁▂▃▄▅▆▇█",
-    ]  # fmt: skip
-
-
-def test_blocks_fit_a_line_and_show_gaps() -> None:
+    line = metrics.series_text([row], is_range=True).splitlines()[1]
+    assert line.split() == ["model=m", "7", "0", "7", "▁▂▃▄▅▆▇█"]
     assert len(metrics.blocks([float(at) for at in range(1000)])) <= 60
     assert metrics.blocks([1.0, math.nan, 1.0]) == "▁ ▁"
     assert metrics.blocks([math.inf]) == " " and metrics.blocks([]) == ""
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("up", "--alerts"), "cannot do a query and --alerts together"),
-        (("--range", "1h"), "--range and --step are for a query"),
-        (("up", "--step", "15s"), "--step needs --range"),
-        (("up",), "cannot choose a deployment: none runs"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(words: tuple[str, ...], message: str) -> None:
-    done = call("metrics", *words)
-    assert done.code == 2 and message in done.err
+def test_what_makes_no_sense_is_refused() -> None:
+    for words, message in {
+        "up --alerts": "cannot do a query and --alerts together",
+        "--range 1h": "--range and --step are for a query",
+        "up --step 15s": "--step needs --range",
+        "up": "cannot choose a deployment: none runs",
+    }.items():
+        done = call("metrics", *words.split())
+        assert done.code == 2 and message in done.err
 
 
 def test_names_are_those_of_gateway_and_engines_with_their_old_ones() -> None:
     facts = call("metrics", "--names", "--json").json
     names = {row["name"] for row in facts["metrics"]}
     assert {"penstock_requests_total", "vllm:kv_cache_usage_perc"} <= names
-    assert {"old": "vllm:gpu_cache_usage_perc", "name": "vllm:kv_cache_usage_perc", "source": "vllm"} in facts[
-        "renames"
-    ]
+    renamed = {"old": "vllm:gpu_cache_usage_perc", "name": "vllm:kv_cache_usage_perc", "source": "vllm"}
+    assert renamed in facts["renames"]
     assert "vllm:gpu_cache_usage_perc" in call("metrics", "--names").out

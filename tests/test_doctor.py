@@ -31,6 +31,8 @@ from penstock.targets import Surveyed
 from penstock.targets.local import Local
 from penstock.text import GIB, MIB
 
+replace = msgspec.structs.replace
+
 
 def checks_here(monkeypatch: pytest.MonkeyPatch, machine: Machine | None = None, **changes: Any) -> dict[str, Finding]:
     """What doctor reports of this machine, when its survey answers so."""
@@ -66,8 +68,6 @@ def test_this_machine_gets_the_checks_of_a_node_and_of_up(
     disk = checks_here(monkeypatch)["disk"]
     assert (disk.state, disk.cure) == ("bad", "Set PENSTOCK_HOME to a folder you may write.")
 
-
-def test_doctor_shows_who_holds_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(host: str, port: int) -> None:
         raise UserError("cannot listen", detail="Process 7 listens there", hint="End it.")
 
@@ -93,47 +93,29 @@ VERSIONS = {"python": "3.11.7", "penstock": "1.0", "vllm": "0.33.0", "ray": "2.6
 
 def surveyed(rank: int = 0, machine: Machine | None = None, **changes: Any) -> SurveyedNode:
     """A node that has nothing wrong, but for these changes."""
-    made = msgspec.structs.replace(machine or cpu_machine(), versions=VERSIONS)
+    made = replace(machine or cpu_machine(), versions=changes.pop("versions", VERSIONS))
     facts = NodeFacts(f"node{rank}", made, (ETH,), 8 * GIB)
+    weights = Weights("/models/m", 100 * GIB, 80 * GIB, (), Reading("/models/m/a", GIB, 0.5, True, 0.0))
     check = NodeCheck(
-        facts=facts,
-        at=time.time(),
-        limits=Limits(65536, 65536, None, None),
-        shm_total_bytes=8 * GIB,
-        spaces=(Space("home", "/x", 100 * GIB, True),),
-        weights=Weights("/models/m", 100 * GIB, 80 * GIB, (), Reading("/models/m/a", GIB, 0.5, True, 0.0)),
-        holders=(),
-        driver="580.65.06",
-        torch_cuda="13.0",
-        wanted_torch="2.13.0",
-    )
+        facts=facts, at=time.time(), limits=Limits(65536, 65536, None, None), shm_total_bytes=8 * GIB,
+        spaces=(Space("home", "/x", 100 * GIB, True),), weights=weights, holders=(), driver="580.65.06",
+        torch_cuda="13.0", wanted_torch="2.13.0",
+    )  # fmt: skip
     of_facts = {name: changes.pop(name) for name in ("environment", "shm_bytes", "interfaces") if name in changes}
-    check = msgspec.structs.replace(check, facts=msgspec.structs.replace(facts, **of_facts))
+    check = replace(check, facts=replace(facts, **of_facts))
     own = {name: changes.pop(name) for name in ("behind_s", "clock_error_s") if name in changes}
-    return SurveyedNode(rank, f"node{rank}", msgspec.structs.replace(check, **changes), **own)
+    return SurveyedNode(rank, f"node{rank}", replace(check, **changes), **own)
 
 
 def wrong(found: list[Finding]) -> list[tuple[str, str]]:
     return [(finding.check, finding.state) for finding in found if finding.state != "ok"]
 
 
-def test_a_healthy_node_has_nothing_wrong() -> None:
-    for machine in (cpu_machine(), gpu_machine(2)):
-        found = findings.of_node(surveyed(machine=machine), deployment())
-        assert wrong(found) == []
-        assert {finding.node for finding in found} == {"node0"}
-
-
 @pytest.mark.parametrize(
     ("changes", "expected", "said", "cure"),
     [
         ({"limits": Limits(256, 4096, None, None)}, ("ulimits", "warning"), "open files: 256", "ulimit -n 4096"),
-        (
-            {"limits": Limits(512, 512, None, None)},
-            ("ulimits", "warning"),
-            "open files: 512",
-            "an administrator raises it",
-        ),
+        ({"limits": Limits(512, 512, None, None)}, ("ulimits", "warning"), "open files: 512", "an administrator"),
         ({"limits": Limits(65536, None, 100, None)}, ("ulimits", "warning"), "processes: 100", "ulimit -u"),
         ({"shm_bytes": 64 * MIB}, ("/dev/shm", "bad"), "64.0 MiB free of 8.0 GiB: NCCL", "--shm-size 8g"),
         ({"shm_bytes": 512 * MIB}, ("/dev/shm", "warning"), "512 MiB free", "--shm-size 8g"),
@@ -151,6 +133,9 @@ def test_a_healthy_node_has_nothing_wrong() -> None:
 def test_what_is_wrong_on_a_node_is_named_with_its_cure(
     changes: dict[str, Any], expected: tuple[str, str], said: str, cure: str
 ) -> None:
+    for machine in (cpu_machine(), gpu_machine(2)):
+        healthy = findings.of_node(surveyed(machine=machine), deployment())
+        assert wrong(healthy) == [] and {finding.node for finding in healthy} == {"node0"}
     found = findings.of_node(surveyed(0, gpu_machine(2), **changes), deployment())
     assert wrong(found) == [expected]
     (bad,) = [finding for finding in found if finding.state != "ok"]
@@ -158,8 +143,8 @@ def test_what_is_wrong_on_a_node_is_named_with_its_cure(
 
 
 def test_memory_of_a_gpu_that_another_process_holds_names_it() -> None:
-    full = msgspec.structs.replace(gpu_machine(1).gpus[0], memory_free_bytes=10 * GIB)
-    box = msgspec.structs.replace(gpu_machine(2), gpus=(full, gpu_machine(2).gpus[1]))
+    full = replace(gpu_machine(1).gpus[0], memory_free_bytes=10 * GIB)
+    box = replace(gpu_machine(2), gpus=(full, gpu_machine(2).gpus[1]))
     held = surveyed(machine=box, holders=(Holder(0, 4242, 70 * GIB, "python train.py", "bob"),))
     for hardware, state in (({}, "warning"), ({"gpus_per_node": 2}, "bad")):
         (bad,) = [f for f in findings.of_node(held, deployment(hardware=hardware)) if f.state != "ok"]
@@ -174,17 +159,15 @@ def test_nodes_that_differ_are_named_and_one_that_lacks_the_engine() -> None:
     found = findings.of_all([surveyed(0, gpu_machine(2)), surveyed(1, gpu_machine(1))], deployment(), "1.0")
     assert [(f.node, f.found) for f in found if f.state == "bad"] == [("node1", "has 1 GPUs, others have 2")]
     found = findings.of_all([surveyed()], deployment(hardware={"gpus_per_node": 1}), "1.1")
-    assert [f.found for f in found if f.state == "bad"] == [
-        "penstock is 1.1 here, 1.0 on node0",
-        "has 0 GPUs, 1 are needed",
-    ]
-    node = surveyed()
-    machine = msgspec.structs.replace(node.check.facts.machine, versions={"penstock": "1.0"})
-    facts = msgspec.structs.replace(node.check.facts, machine=machine)
-    bare = msgspec.structs.replace(node, check=msgspec.structs.replace(node.check, facts=facts))
+    told = ["penstock is 1.1 here, 1.0 on node0", "has 0 GPUs, 1 are needed"]
+    assert [f.found for f in found if f.state == "bad"] == told
+    bare = surveyed(versions={"penstock": "1.0"})
     assert ("engine", "bad") not in wrong(findings.of_node(bare, deployment()))
     found = findings.of_node(bare, deployment(target="ssh", hardware={"nodes": 2}))
     assert [f.found for f in found if f.check == "engine"] == ["vLLM is not installed", "Ray is not installed"]
+    refused = findings.unreachable("slurm", "srun: error: Invalid node name specified")
+    assert "what the file requests" in str(refused.cure), "no machine that is off"
+    assert findings.unreachable("node1", "no answer within 30 s").cure == "Check that it is on and reachable."
 
 
 def test_loading_cannot_be_faster_than_the_disk() -> None:
@@ -214,7 +197,7 @@ def test_weights_that_are_not_there_are_told_with_the_room_for_them() -> None:
     assert "0.11 GB/s" in rate.found and "through the page cache; 50% of it was in memory" in rate.found
 
 
-ROUTE = Route((surveyed(0), surveyed(1)), (ETH, msgspec.structs.replace(ETH, address="10.0.0.2")))
+ROUTE = Route((surveyed(0), surveyed(1)), (ETH, replace(ETH, address="10.0.0.2")))
 GLOO = Collective("gloo", 2, 1, (Timed(80 * 1024, 0.0004, 900), Timed(64 * MIB, 0.1, 10)))
 
 
@@ -226,37 +209,33 @@ def test_an_all_reduce_is_shown_against_the_line_rate() -> None:
     assert eight.bus_gbs(eight.sizes[0]) == pytest.approx(117.4, abs=0.1)
     assert eight.node_gbs(eight.sizes[0]) == pytest.approx(67.1, abs=0.1)
     assert found.found == ("gloo, 2 ranks over eth0: bus bandwidth 0.67 GB/s at 64.0 MiB, 80.0 KiB in 400 us")
-    slow = msgspec.structs.replace(GLOO, sizes=(Timed(80 * 1024, 0.05, 9), Timed(64 * MIB, 5.0, 1)))
+    slow = replace(GLOO, sizes=(Timed(80 * 1024, 0.05, 9), Timed(64 * MIB, 5.0, 1)))
     assert "the line rate is 1.25 GB/s" in network.of_collective(slow, ROUTE).found
-    failed = msgspec.structs.replace(GLOO, sizes=(), error="join: waiting for the others: no end after 60 s")
+    failed = replace(GLOO, sizes=(), error="join: waiting for the others: no end after 60 s")
     assert "all TCP ports" in (network.of_collective(failed, ROUTE).cure or "")
-    ib = Route(ROUTE.nodes, tuple(msgspec.structs.replace(one, is_infiniband=True) for one in ROUTE.interfaces))
+    ib = Route(ROUTE.nodes, tuple(replace(one, is_infiniband=True) for one in ROUTE.interfaces))
     fast = Collective("nccl", 2, 8, (Timed(80 * 1024, 1e-4, 9),), network="Socket")
     assert "fell back to TCP" in network.of_collective(fast, ib).found
 
 
 def test_the_gpus_of_one_machine_are_held_against_the_catalogue() -> None:
     """The numbers are those of two H200s."""
-    h200 = msgspec.structs.replace(gpu_machine(1).gpus[0], name="NVIDIA H200", memory_bytes=143771 * MIB)
-    box = msgspec.structs.replace(gpu_machine(2), gpus=(h200, h200))
+    h200 = replace(gpu_machine(1).gpus[0], name="NVIDIA H200", memory_bytes=143771 * MIB)
+    box = replace(gpu_machine(2), gpus=(h200, h200))
     sizes = (Timed(80 * 1024, 45.8e-6, 2000), Timed(256 * MIB, 897e-6, 1166))
     two = Collective("nccl", 1, 2, sizes, network="Socket")
     good = network.inside(two, box)
     assert good is not None and good.state == "ok"
     assert good.found.startswith("256 MiB between the 2 GPUs takes 897 us, the plan assumes ")
     assert "2 ranks inside one node: bus bandwidth 299.26 GB/s" in network.of_collective(two, ROUTE).found
-    slow = network.inside(msgspec.structs.replace(two, sizes=(sizes[0], Timed(256 * MIB, 0.02, 9))), box)
+    slow = network.inside(replace(two, sizes=(sizes[0], Timed(256 * MIB, 0.02, 9))), box)
     assert slow is not None and slow.state == "warning"
 
 
 def test_a_slow_network_changes_the_plan_and_says_how() -> None:
     model = Facts("llama", catalog.model_config("llama-3.1-70b"), "the catalogue")
-    wanted = deployment(
-        "meta-llama/Llama-3.1-70B",
-        target="ssh",
-        hardware={"nodes": 2, "network": "ib-ndr"},
-        parallel={"tensor": 8},
-    )
+    hardware = {"nodes": 2, "network": "ib-ndr"}
+    wanted = deployment("meta-llama/Llama-3.1-70B", target="ssh", hardware=hardware, parallel={"tensor": 8})
     slow = Collective("nccl", 2, 4, (Timed(80 * 1024, 1e-3, 900), Timed(64 * MIB, 0.1, 10)))
     found = network.planned(wanted, model, gpu_machine(4), "0.33.0", 1, slow)
     assert found is not None and found.state == "warning"
@@ -271,34 +250,12 @@ def test_a_slow_network_changes_the_plan_and_says_how() -> None:
 
 
 def test_packets_of_several_sizes_are_named_although_all_nodes_reach_each_other() -> None:
-    rows = [
-        msgspec.structs.replace(ETH, address=f"10.0.0.{rank + 1}", mtu=mtu) for rank, mtu in enumerate((9000, 1500))
-    ]
-    nodes = [surveyed(rank) for rank in (0, 1)]
-    for rank, row in enumerate(rows):
-        facts = msgspec.structs.replace(nodes[rank].check.facts, interfaces=(row,))
-        nodes[rank] = msgspec.structs.replace(
-            nodes[rank], check=msgspec.structs.replace(nodes[rank].check, facts=facts)
-        )
+    rows = [replace(ETH, address=f"10.0.0.{rank + 1}", mtu=mtu) for rank, mtu in enumerate((9000, 1500))]
+    nodes = [surveyed(rank, interfaces=(row,)) for rank, row in enumerate(rows)]
     times = {rank: {1 - rank: {rows[1 - rank].address: 0.0001}} for rank in (0, 1)}
     (_, mtu, _), route = network.of_reach(nodes, times, deployment(hardware={"nodes": 2}))
     assert route is not None and mtu.state == "warning"
     assert mtu.found == f"packets have several sizes (MTU): {nodes[0].name} 9000, {nodes[1].name} 1500"
-
-
-def test_a_scheduler_that_refuses_is_not_a_machine_that_is_off() -> None:
-    refused = findings.unreachable("slurm", "srun: error: Invalid node name specified")
-    assert refused.cure is not None and "what the file requests" in refused.cure
-    silent = findings.unreachable("node1", "no answer within 30 s")
-    assert silent.cure == "Check that it is on and reachable."
-
-
-def test_on_cpus_the_wait_of_a_token_is_shown() -> None:
-    split = network.on_cpus(GLOO, Parallel(tensor=2), 40)
-    assert split is not None and split.state == "ok"
-    assert "a token waits for 81 of them: 32.4 ms per token" in split.found
-    chain = network.on_cpus(GLOO, Parallel(pipeline=2), 40)
-    assert chain is not None and "by pipeline over nodes" in chain.found
 
 
 NAME = "someone/tiny"
@@ -326,9 +283,10 @@ def test_a_model_of_the_hub_is_found_with_its_size(served: Hub) -> None:  # noqa
 def test_a_gated_or_missing_model_is_named_with_the_way_in(
     served: Hub,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    def finding(model: str = NAME) -> Finding:
-        (only,) = check_model(deployment(model)).findings
+    def finding(model: str = NAME, **fields: Any) -> Finding:
+        (only,) = check_model(deployment(model, **fields)).findings
         return only
 
     served.refused[f"{NAME}/resolve/main/config.json"] = (403, "GatedRepo")
@@ -340,18 +298,12 @@ def test_a_gated_or_missing_model_is_named_with_the_way_in(
     assert finding("/models/absent").found.startswith('cannot use model "/models/absent": no such folder')
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "HF_HUB_OFFLINE is set" in finding().found
-
-
-def test_a_model_that_the_nodes_fetch_is_planned_from_what_is_known_of_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # One that the nodes fetch is planned from what is known of it.
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     known = check_model(deployment("meta-llama/Llama-3.1-8B-Instruct", target="kubernetes"))
     assert known.whole is not None and known.findings[0].state == "warning"
     assert "planned from the catalogue's copy of meta-llama/Meta-Llama-3.1-8B" in known.findings[0].found
-    (unknown,) = check_model(deployment(NAME, target="kubernetes")).findings
-    assert unknown.state == "bad"
+    assert finding(target="kubernetes").state == "bad"
 
 
 def test_weights_are_found_by_the_index_and_what_lacks_is_named(tmp_path: Path) -> None:
@@ -380,10 +332,3 @@ def test_processes_on_gpus_are_read_from_the_driver(monkeypatch: pytest.MonkeyPa
     assert node_check._driver() is None
     monkeypatch.setattr(node_check, "nvidia_smi", lambda *_: "535.104.05\n535.104.05\n")
     assert node_check._driver() == "535.104.05"
-
-
-def test_programs_read_what_they_are_told() -> None:
-    peers = {0: ["10.0.0.1", "192.168.0.1"], 2: ["10.0.0.3"], 3: []}
-    from penstock.node.checks.reachability import parse_peers, peers_text
-
-    assert parse_peers(peers_text(peers)) == {rank: tuple(row) for rank, row in peers.items()}

@@ -17,7 +17,6 @@ import msgspec
 import pytest
 from hosts import ROOT, Hosts
 from samples import deployment
-from test_facts import Hub, served  # noqa: F401 - a fixture
 
 from penstock import targets
 from penstock.deployment.doctor import examine as doctor
@@ -26,7 +25,6 @@ from penstock.hardware import Machine, NodeFacts
 from penstock.run_folder import Artifact
 from penstock.spec.deployment import Deployment
 from penstock.targets import Surveyed, Target
-from penstock.targets.slurm.target import Slurm
 
 pytestmark = pytest.mark.hosts
 
@@ -64,30 +62,19 @@ class OverHosts(Target):
         done = host.run(words, env=env, check=False, timeout_s=timeout_s)
         return Surveyed(host.name, done.returncode, done.stdout, done.stderr)
 
-    def time_limit_s(self, deployment: Deployment) -> tuple[str, float] | None:
-        return Slurm().time_limit_s(deployment)
-
     def render(self, *_: object) -> Artifact:
         return Artifact((), {})
 
     def place(self, *_: object) -> Any:
         raise NotImplementedError
 
-    def status(self, *_: object) -> Any:
-        raise NotImplementedError
-
-    def logs(self, *_: object) -> Any:
-        raise NotImplementedError
-
-    def end(self, *_: object) -> Any:
-        raise NotImplementedError
+    status = logs = end = place
 
 
 @pytest.fixture
 def examine(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[Examine]:
     """Doctor on a file for both hosts, without the all-reduce unless a test wants it."""
     monkeypatch.setitem(targets.TABLE, "ssh", f"{__name__}:OverHosts")
-    monkeypatch.setitem(targets.TABLE, "slurm", f"{__name__}:OverHosts")
     monkeypatch.setattr(doctor, "_REACH_S", 2.5)
     monkeypatch.setattr(doctor, "_MEASURE_S", 2.0)
     targets.load.cache_clear()
@@ -130,14 +117,10 @@ def test_two_healthy_nodes_are_measured(hosts: Hosts, examine: Examine) -> None:
 
 
 @pytest.mark.nightly
-def test_an_interface_that_no_node_has_is_named(examine: Examine) -> None:
-    (one,) = bad(examine(engine={"env": {"NCCL_SOCKET_IFNAME": "ib9"}}))
-    assert one.check == "network" and "no interface ib9 of node1 is reached" in one.found
-    assert "eth0" in (one.cure or "")
-
-
-@pytest.mark.nightly
-def test_a_cut_cable_and_a_firewall_between_nodes_are_named(hosts: Hosts, examine: Examine) -> None:
+def test_a_wrong_interface_a_firewall_and_a_cut_cable_are_named(hosts: Hosts, examine: Examine) -> None:
+    (absent,) = bad(examine(engine={"env": {"NCCL_SOCKET_IFNAME": "ib9"}}))
+    assert absent.check == "network" and "no interface ib9 of node1 is reached" in absent.found
+    assert "eth0" in (absent.cure or "")
     # The address is there, but what is sent to it goes nowhere.
     hosts["node1"].run(["ip", "route", "add", "blackhole", f"{hosts['node2'].address}/32"])
     (blocked,) = bad(examine(is_quick=False))
@@ -152,17 +135,7 @@ def test_a_cut_cable_and_a_firewall_between_nodes_are_named(hosts: Hosts, examin
 
 
 @pytest.mark.nightly
-def test_a_node_without_power_is_named_and_takes_no_other_check_away(hosts: Hosts, examine: Examine) -> None:
-    hosts["node2"].kill()
-    found = examine(engine={"env": {"NCCL_SOCKET_IFNAM": "eth0"}})
-    (one,) = bad(found)
-    assert (one.check, one.node) == ("node", "node2") and "No route to host" in one.found
-    assert the(found, "memory").node == "node1"
-    assert the(found, "variables").state == "warning"
-
-
-@pytest.mark.nightly
-def test_what_is_wrong_on_one_node_is_named_all_together(hosts: Hosts, examine: Examine) -> None:
+def test_what_is_wrong_is_named_all_together(hosts: Hosts, examine: Examine, tmp_path: Path) -> None:
     folder = hosts.shared / "python"
     (folder / "vllm-0.31.0.dist-info").mkdir(parents=True)
     (folder / "vllm-0.31.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.0\n")
@@ -180,46 +153,32 @@ def test_what_is_wrong_on_one_node_is_named_all_together(hosts: Hosts, examine: 
     assert limits.state == "warning" and limits.found.startswith("open files: 256,")
     assert the(found, "/dev/shm", "node1").state == the(found, "ulimits", "node1").state == "ok"
 
-
-@pytest.mark.nightly
-def test_a_folder_that_a_node_lacks_is_named(hosts: Hosts, examine: Examine, tmp_path: Path) -> None:
-    # Only this machine and, by the cluster's file system, nobody else has it.
+    # Only this machine and, by the cluster's file system, nobody else has the model's folder. A bad partition: the
+    # scheduler's own word, by the target's `check`.
+    OverHosts.env.clear()
+    OverHosts.problems = [Problem("slurm.partition", 'no partition "gpus"', "there are: gpu, debug")]
     model = tmp_path / "model"
     subprocess.run(["cp", "-r", str(ROOT / "penstock" / "models" / "demo_model"), str(model)], check=True)
-    rows = bad(examine(str(model)))
-    assert {(one.check, one.node) for one in rows} == {("weights", "node1"), ("weights", "node2")}
-    assert rows[0].found == f"{model}: no such folder not there"
+    told = bad(examine(str(model), parallel={"tensor": 3}))
+    assert {one.node for one in told if one.check == "weights"} == {"node1", "node2"}
+    assert f"{model}: no such folder not there" in {one.found for one in told}
+    (file,) = (one for one in told if one.check == "file")
+    assert (file.found, file.cure) == ('slurm.partition: no partition "gpus"', "there are: gpu, debug")
+    (cut,) = (one for one in told if one.check == "deployment")
+    assert "Its 8 attention heads do not divide by 3" in cut.found
+    assert cut.cure == "Set parallel.tensor to one of 1, 2, 4, 8."
 
-
-@pytest.mark.nightly
-def test_a_time_limit_shorter_than_loading_is_named(hosts: Hosts, examine: Examine) -> None:
-    model = hosts.shared / "large"
-    subprocess.run(["cp", "-r", str(ROOT / "penstock" / "models" / "demo_model"), str(model)], check=True)
-    (model / "model.safetensors.index.json").unlink()
-    with (model / "model-00004-of-00003.safetensors").open("wb") as file:
-        file.truncate(15 * 2**40)  # 15 TiB of nothing: read as fast as memory can, and not in a minute
-    found = examine(str(model), target="slurm", slurm={"time": "1"})
-    told = [one.found.partition("; but ")[2] for one in bad(found) if one.check == "loading"]
-    assert "slurm.time is 1m00s" in told
-
-
-@pytest.mark.nightly
-def test_a_penstock_that_does_not_run_on_a_node_is_named(hosts: Hosts, examine: Examine) -> None:
-    folder = hosts.shared / "broken" / "msgspec"
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text("raise ImportError('no wheel for this machine')")
-    OverHosts.env["node1"] = {"PYTHONPATH": str(folder.parent)}
+    # A penstock that does not run, and a node without power: neither takes another check away.
+    OverHosts.problems = []
+    broken = hosts.shared / "broken" / "msgspec"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('no wheel for this machine')")
+    OverHosts.env["node1"] = {"PYTHONPATH": str(broken.parent)}
     (one,) = bad(examine())
-    assert (one.check, one.node) == ("node", "node1")
-    assert "no wheel for this machine" in one.found
-
-
-@pytest.mark.nightly
-def test_what_the_target_refuses_is_told_beside_the_rest(examine: Examine) -> None:
-    """A bad partition or an impossible request: the scheduler's own word, by the target's `check`."""
-    OverHosts.problems = [Problem("slurm.partition", 'no partition "gpus"', "there are: gpu, debug")]
-    rows = {one.check: one for one in bad(examine(parallel={"tensor": 3}))}
-    assert rows["file"].found == 'slurm.partition: no partition "gpus"'
-    assert rows["file"].cure == "there are: gpu, debug"
-    assert "Its 8 attention heads do not divide by 3" in rows["deployment"].found
-    assert rows["deployment"].cure == "Set parallel.tensor to one of 1, 2, 4, 8."
+    assert (one.check, one.node) == ("node", "node1") and "no wheel for this machine" in one.found
+    OverHosts.env.clear()
+    hosts["node2"].kill()
+    found = examine(engine={"env": {"NCCL_SOCKET_IFNAM": "eth0"}})
+    (one,) = bad(found)
+    assert (one.check, one.node) == ("node", "node2") and "No route to host" in one.found
+    assert the(found, "memory").node == "node1" and the(found, "variables").state == "warning"

@@ -25,21 +25,19 @@ def look(rows: GatewayView | None, gateway: bool = True, **placements: Placement
     return Observation(units, rows, Part("running" if gateway else "gone"))
 
 
+DOWN = Desired("down", 0)
+
+
 @pytest.mark.parametrize(
     ("desired", "seen", "phase"),
     [
-        (UP, look(view(READY), r0=PLACED), "ready"),
-        (UP, look(view(told("0", "loading")), r0=PLACED), "starting"),
-        (UP, look(view(), r0=PLACED), "starting"),
-        (UP, look(None, gateway=False, r0=QUEUED), "starting"),
-        (UP, look(None, gateway=False, r0=PLACED), "starting"),
-        (UP, look(view(READY), r0=GONE), "degraded"),
+        *((UP, look(view(READY), r0=PLACED), "ready"), (UP, look(view(told("0", "loading")), r0=PLACED), "starting")),
+        *((UP, look(view(), r0=PLACED), "starting"), (UP, look(None, gateway=False, r0=QUEUED), "starting")),
+        *((UP, look(None, gateway=False, r0=PLACED), "starting"), (UP, look(view(READY), r0=GONE), "degraded")),
         (UP, look(view(told("0", "restarting", n_restarts=1)), r0=PLACED), "degraded"),
         (Desired("up", 2), look(view(READY, told("1", "loading")), r0=PLACED, r1=PLACED), "degraded"),
-        (Desired("up", 0), look(view()), "ready"),
-        (Desired("down", 0), look(view(READY), r0=PLACED), "stopping"),
-        (Desired("down", 0), look(None, gateway=True), "stopping"),
-        (Desired("down", 0), look(None, gateway=False), "down"),
+        *((Desired("up", 0), look(view()), "ready"), (DOWN, look(view(READY), r0=PLACED), "stopping")),
+        *((DOWN, look(None, gateway=True), "stopping"), (DOWN, look(None, gateway=False), "down")),
     ],
 )
 def test_the_phase_says_what_matters(desired: Desired, seen: Observation, phase: str) -> None:
@@ -50,12 +48,8 @@ def test_the_engines_kv_cache_is_compared_with_the_plans() -> None:
     made = gpu_plan()
     assert made.forecast is not None
     planned = made.forecast.kv_cache_gib
-    rows = [
-        told("0", measured={"kv_cache_gib": planned * 0.94}),
-        told("1", measured={"kv_cache_gib": planned}),
-        told("2"),
-    ]
-    seen = look(view(*rows), r0=PLACED, r1=PLACED, r2=PLACED)
+    rows = [told(name, measured={"kv_cache_gib": planned * share}) for name, share in (("0", 0.94), ("1", 1.0))]
+    seen = look(view(*rows, told("2")), r0=PLACED, r1=PLACED, r2=PLACED)
     found = observe.kv_cache_differences(made, summarise(Desired("up", 3), seen, History(), NOW))
     assert sorted(found) == ["0", "1"]
     assert found["0"].share == pytest.approx(-0.06, abs=0.001)
@@ -63,39 +57,44 @@ def test_the_engines_kv_cache_is_compared_with_the_plans() -> None:
     assert observe.kv_cache_differences(demo_plan(), summarise(UP, seen, History(), NOW)) == {}
 
 
-def test_a_lost_gateway_is_not_ready_even_when_the_engine_is() -> None:
-    state = summarise(UP, look(None, gateway=False, r0=PLACED), History(gateway=Part("running")), NOW)
-    assert (state.phase, state.gateway.state) == ("starting", "gone")
-
-
 def test_a_failed_replica_fails_the_deployment_or_degrades_it() -> None:
     history = History(failed={"0": FAILED})
     alone = summarise(UP, look(view()), history, NOW)
     assert (alone.phase, alone.reason, alone.replicas) == ("failed", "out of memory | Use less.", (FAILED,))
     assert summarise(Desired("up", 2), look(view(told("1")), r1=PLACED), history, NOW).phase == "degraded"
+    state = summarise(UP, look(None, gateway=False, r0=PLACED), History(gateway=Part("running")), NOW)
+    assert (state.phase, state.gateway.state) == ("starting", "gone"), "a lost gateway is not ready"
 
 
-def test_a_replica_without_a_lease_is_not_called_ready_and_one_whose_node_is_gone_says_so() -> None:
-    (late,) = summarise(UP, look(view(ReplicaView(READY, 9.0, False, False, 0)), r0=PLACED), History(), NOW).replicas
-    words = "has not reported for 5 s: the machine or the network may be down"
-    assert (late.state, late.reason) == ("silent", f"its node {words}")
-    on_slurm = Placement("placed", placed_at=NOW - 60, where="job 7 on n1")
-    (late,) = summarise(UP, look(view(ReplicaView(READY, 9.0, False, False, 0)), r0=on_slurm), History(), NOW).replicas
-    assert (late.state, late.reason) == ("silent", f"job 7 on n1 {words}")
-    requeued = Placement("placed", placed_at=NOW - 5)
-    (new,) = summarise(UP, look(view(ReplicaView(READY, 9.0, False, False, 0)), r0=requeued), History(), NOW).replicas
-    assert (new.state, new.reason) == ("starting", "its node has not reported yet")
-    (new,) = summarise(UP, look(view(), r0=PLACED), History(), NOW).replicas
-    assert (new.state, new.reason) == ("starting", "its node has not reported yet")
-    again = History(replicas={"0": (Restart(NOW - 2, "node 0 was lost"),)})
-    (new,) = summarise(UP, look(view(ReplicaView(READY, 3.0, True, False, 0)), r0=PLACED), again, NOW).replicas
-    assert (new.state, new.reason) == ("starting", "its node has not reported yet"), "the lease is of the lost node"
-    (back,) = summarise(UP, look(view(ReplicaView(READY, 1.0, True, False, 0)), r0=PLACED), again, NOW).replicas
-    assert back.state == "ready"
-    (unknown,) = summarise(UP, look(None, gateway=False, r0=PLACED), History(), NOW).replicas
-    assert (unknown.state, unknown.reason) == ("starting", None)
-    (gone,) = summarise(UP, look(view(READY), r0=GONE), History(), NOW).replicas
-    assert (gone.state, gone.placement, gone.reason) == ("gone", "gone", "its node process 7 is gone")
+def silent(age_s: float, is_leased: bool = False) -> GatewayView:
+    return view(ReplicaView(READY, age_s, is_leased, False, 0))
+
+
+NOT_YET, LOST = "its node has not reported yet", "has not reported for 5 s: the machine or the network may be down"
+AGAIN = History(replicas={"0": (Restart(NOW - 2, "node 0 was lost"),)})
+
+
+@pytest.mark.parametrize(
+    ("seen", "history", "state", "reason"),
+    [
+        (look(silent(9.0), r0=PLACED), History(), "silent", f"its node {LOST}"),
+        (
+            look(silent(9.0), r0=Placement("placed", placed_at=NOW - 60, where="job 7 on n1")),
+            *(History(), "silent", f"job 7 on n1 {LOST}"),
+        ),
+        (look(silent(9.0), r0=Placement("placed", placed_at=NOW - 5)), History(), "starting", NOT_YET),
+        (look(view(), r0=PLACED), History(), "starting", NOT_YET),
+        (look(silent(3.0, True), r0=PLACED), AGAIN, "starting", NOT_YET),  # the lease is of the lost node
+        (look(silent(1.0, True), r0=PLACED), AGAIN, "ready", None),
+        (look(None, gateway=False, r0=PLACED), History(), "starting", None),
+        (look(view(READY), r0=GONE), History(), "gone", "its node process 7 is gone"),
+    ],
+)
+def test_a_replica_without_a_lease_is_not_called_ready_and_one_whose_node_is_gone_says_so(
+    seen: Observation, history: History, state: str, reason: str | None
+) -> None:
+    (found,) = summarise(UP, seen, history, NOW).replicas
+    assert (found.state, found.reason) == (state, reason)
 
 
 def test_a_draining_replica_is_shown_with_its_requests_and_replicas_in_the_order_of_their_numbers() -> None:
@@ -129,34 +128,18 @@ def me() -> Process:
     return processes.identify(os.getpid(), "controller")
 
 
-def test_a_fresh_word_of_a_living_controller_is_taken() -> None:
+def test_a_fresh_word_of_a_living_controller_is_taken_and_an_old_one_looked_at_again() -> None:
     run = run_folder()
-    last = State(NOW, "degraded", 1, controller=Part("running", me()), requests_total=4)
+    assert observe.now_state(run, NOW).phase == "starting", "nobody has looked at it yet"
+    last = State(NOW, "ready", 1, controller=Part("running", me()), gateway=Part("running"), requests_total=4)
     run.write_state(last)
     assert observe.now_state(run, NOW + 1) == last
-
-
-def test_an_old_word_is_looked_at_again_and_what_was_ready_is_not_called_starting() -> None:
-    run = run_folder()
-    run.write_state(State(NOW, "ready", 1, controller=Part("running", me()), gateway=Part("running")))
     state = observe.now_state(run, NOW + 60)
     assert (state.phase, state.controller.state, state.gateway.state) == ("degraded", "running", "gone")
-
-
-def test_a_dead_controller_is_told() -> None:
-    run = run_folder()
     dead = Process(me().pid, 1.0, "controller")
     run.write_state(State(NOW, "ready", 1, replicas=(FAILED,), controller=Part("running", dead)))
     state = observe.now_state(run, NOW)
     assert (state.phase, state.controller.state, state.replicas) == ("failed", "gone", (FAILED,))
-
-
-def test_an_ended_deployment_stays_as_it_ended() -> None:
-    run = run_folder()
     run.write_desired(Desired("down", 0))
     run.write_state(State(NOW, "failed", 0, replicas=(FAILED,), reason="out of memory"))
-    assert observe.now_state(run, NOW + 10_000).reason == "out of memory"
-
-
-def test_a_run_that_nobody_has_looked_at_yet_is_starting() -> None:
-    assert observe.now_state(run_folder(), NOW).phase == "starting"
+    assert observe.now_state(run, NOW + 10_000).reason == "out of memory", "it stays as it ended"

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from penstock.engines.vllm import names as vllm_names
 from penstock.observe import names
 from penstock.testing.fake_engine.metrics import Metrics
 from penstock.testing.fake_engine.options import Options
+from penstock.wire import prometheus
 
 GOLDEN = Path(__file__).parent / "golden"
 TYPE = re.compile(r"^# TYPE (\S+) (\S+)$", re.MULTILINE)
@@ -51,3 +53,13 @@ def test_a_histogram_is_asked_for_by_its_parts() -> None:
     assert "vllm:time_to_first_token_seconds" not in known and "vllm:iteration_tokens_total_count" in known
     assert known["penstock_request_seconds_sum"].unit == "seconds"
     assert known["vllm:num_requests_running"].labels == ("replica", "node", "deployment", "model_name", "engine")
+
+
+def test_series_of_a_page_are_summed_over_their_labels_and_other_lines_skipped() -> None:
+    text = '# HELP a x\n# TYPE a counter\na{x="1"} 2\na{x="2",y="}"} 3.5\n\nb 1\n'
+    assert prometheus.parse(text) == {"a": 5.5, "b": 1.0}
+    assert prometheus.parse('a{x="1"} 1e3 1700000000\nb +Inf\n') == {"a": 1000.0, "b": float("inf")}
+    assert prometheus.parse("a\nb x\nc{\nd{} \n<html>\ne 1") == {"e": 1.0}
+    recorded = prometheus.parse((GOLDEN / "vllm-0.32.0/metrics.txt").read_text())
+    watched = {vllm_names.RUNNING, vllm_names.WAITING, *vllm_names.ITERATIONS}
+    assert watched <= recorded.keys(), "what penstock watches is in the metrics of real vLLM"

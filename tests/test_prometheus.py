@@ -1,4 +1,4 @@
-"""What Prometheus gets of a deployment: configuration, targets, rules and alerts, as text."""
+"""What Prometheus gets of a deployment: configuration, targets, rules and alerts, as text; names in PromQL."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import yaml
 from penstock.deployment import preflight
 from penstock.errors import SpecError
 from penstock.observe import prometheus, rules
+from penstock.observe.promql import names_in, unknown_names, with_matchers
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment, Observe
 from penstock.wire.announcement import MachineReading
@@ -36,7 +37,7 @@ def alerts(**fields: Any) -> dict[str, rules.Rule]:
     return {rule.alert or "": rule for rule in rules.alerts(rules.groups(deployment(**fields)))}
 
 
-def test_both_pages_are_scraped_with_the_key_from_a_file_and_within_limits() -> None:
+def test_both_pages_are_scraped_with_the_key_from_a_file_within_limits_and_sent_on() -> None:
     ours, engines, dcgm = config()["scrape_configs"]
     assert [job["metrics_path"] for job in (ours, engines)] == ["/metrics", "/metrics/engines"]
     for job in (ours, engines):
@@ -44,20 +45,17 @@ def test_both_pages_are_scraped_with_the_key_from_a_file_and_within_limits() -> 
         assert job["honor_labels"] and job["body_size_limit"] == "64MB" and job["label_value_length_limit"] == 4096
     assert "authorization" not in dcgm, "the exporters of other software get no key"
     assert "remote_write" not in config()
-
-
-def test_a_gateway_with_tls_is_checked_by_its_certificate_or_not_at_all() -> None:
-    by_file = prometheus.Source("https", "/certs/gateway.pem")
-    assert config(by_file)["scrape_configs"][0]["tls_config"] == {"ca_file": "/certs/gateway.pem"}
-    unchecked = prometheus.Source("https", is_checked=False)
-    assert config(unchecked)["scrape_configs"][0]["tls_config"] == {"insecure_skip_verify": True}
-
-
-def test_samples_are_sent_on_with_the_token_of_a_file() -> None:
     remote = {"url": "https://metrics.example.org/write", "token_file": "/secrets/token"}
     assert config(observe={"prometheus": True, "remote_write": remote})["remote_write"] == [
         {"url": remote["url"], "authorization": {"credentials_file": "/secrets/token"}}
     ]
+    # A gateway with TLS is checked by its certificate or not at all.
+    by_file, unchecked = prometheus.Source("https", "/certs/gateway.pem"), prometheus.Source("https", is_checked=False)
+    assert config(by_file)["scrape_configs"][0]["tls_config"] == {"ca_file": "/certs/gateway.pem"}
+    assert config(unchecked)["scrape_configs"][0]["tls_config"] == {"insecure_skip_verify": True}
+    argv = prometheus.argv("prometheus", Observe(retention="3d"), FOLDER, 9090)
+    assert "--web.listen-address=127.0.0.1:9090" in argv and "--storage.tsdb.retention.time=3d" in argv
+    assert not [word for word in argv if word.startswith("--web.enable")], "it takes no orders"
 
 
 def test_targets_name_the_deployment_and_exporters_their_node() -> None:
@@ -70,12 +68,6 @@ def test_targets_name_the_deployment_and_exporters_their_node() -> None:
     assert exporter["targets"] == ["gpu1:9400"] and exporter["labels"]["node"] == "gpu1"
     hostile = prometheus.dcgm_targets(deployment(), [MachineReading(HOSTILE, dcgm_port=1)])
     assert json.loads(hostile)[0]["labels"]["node"] == HOSTILE
-
-
-def test_prometheus_listens_on_loopback_and_takes_no_orders() -> None:
-    argv = prometheus.argv("prometheus", Observe(retention="3d"), FOLDER, 9090)
-    assert "--web.listen-address=127.0.0.1:9090" in argv and "--storage.tsdb.retention.time=3d" in argv
-    assert not [word for word in argv if word.startswith("--web.enable")]
 
 
 def test_every_alert_has_a_severity_plain_words_and_a_place_in_the_guide() -> None:
@@ -109,12 +101,6 @@ def test_latencies_alert_only_where_they_are_promised_and_at_their_bound() -> No
     assert 'le=~"0\\\\.0505"' in text
 
 
-def test_a_rule_over_a_name_that_nobody_writes_is_an_error() -> None:
-    rule = rules.Rule("vllm:gpu_cache_usage_perc > 1 or penstock:bad_requests:ratio_rate5m > 1", alert="X")
-    with pytest.raises(ValueError, match="penstock:bad_requests:ratio_rate5m, vllm:gpu_cache_usage_perc"):
-        rules.check((rules.Group("g", "15s", (rule,)),))
-
-
 @pytest.mark.parametrize(
     ("observe", "field"),
     [
@@ -133,22 +119,63 @@ def test_settings_that_prometheus_would_refuse_are_refused(observe: dict[str, An
     assert field in str(caught.value.detail)
 
 
-def test_a_program_that_is_named_must_be_there_and_a_token_private(tmp_path: Path) -> None:
+def test_a_program_that_is_named_must_be_there_and_a_token_private(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     token = tmp_path / "token"
     token.write_text("secret")
     token.chmod(0o644)
     observe = {"prometheus": True, "prometheus_binary": str(tmp_path / "none")}
     remote = {"url": "https://host/write", "token_file": str(token)}
     problems = preflight.prometheus_problems(deployment(observe={**observe, "remote_write": remote}).observe)
-    assert [problem.path for problem in problems] == [
-        "observe.prometheus_binary",
-        "observe.remote_write.token_file",
-    ]
+    assert [problem.path for problem in problems] == ["observe.prometheus_binary", "observe.remote_write.token_file"]
     assert "can be read by others" in problems[1].message
-
-
-def test_a_program_that_is_absent_is_only_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))  # a program that is absent is only a warning
     assert "apt-get install prometheus" in str(preflight.prometheus_warning(Observe(prometheus=True)))
     assert preflight.prometheus_warning(Observe()) is None
     assert preflight.prometheus_problems(Observe(prometheus=True)) == []
+
+
+# ---- names in PromQL: what a rule or a panel may ask for -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expr", "names"),
+    [
+        ("up", {"up"}),
+        ('sum by (model) (rate(penstock_requests_total{outcome="ok"}[5m]))', {"penstock_requests_total"}),
+        ('vllm:kv_cache_usage_perc{a=~"a{2}|sum"} > 0.9 and on (replica) up', {"vllm:kv_cache_usage_perc", "up"}),
+        ("histogram_quantile(0.99, sum(rate(a_bucket[$__rate_interval])) by (le))", {"a_bucket"}),
+        ('a{job=~"$job", instance=~"${instance:regex}"} * 1e3 > bool 0x1F offset 5m', {"a"}),
+        ('{__name__="penstock_node_cpu_ratio", node!=""}', {"penstock_node_cpu_ratio"}),
+        ("max_over_time(rate(a[5m])[1h:1m]) / on () group_left (gpu) scalar(b)", {"a", "b"}),
+        ('label_replace(a, "x", "$1", "sum(by)", "(.*)")', {"a"}),
+        ("sum(a) BY (b) unless absent(c) or -Inf < NaN", {"a", "c"}),
+        ("a @ end() - a offset 1h30m", {"a"}),
+    ],
+)  # fmt: skip
+def test_names_of_an_expression(expr: str, names: set[str]) -> None:
+    assert names_in(expr) == names
+
+
+def test_a_name_that_nobody_writes_is_found() -> None:
+    known = "penstock_requests_total + penstock_request_seconds_bucket + vllm:num_requests_running + up"
+    assert not unknown_names(known)
+    assert unknown_names(f"{known} + requests_total + vllm:gpu_cache_usage_perc + penstock_request_seconds") == {
+        "requests_total",
+        "vllm:gpu_cache_usage_perc",
+        "penstock_request_seconds",
+    }
+    assert not unknown_names("deployment:bad:ratio5m", recorded=frozenset({"deployment:bad:ratio5m"}))
+    rule = rules.Rule("vllm:gpu_cache_usage_perc > 1 or penstock:bad_requests:ratio_rate5m > 1", alert="X")
+    with pytest.raises(ValueError, match="penstock:bad_requests:ratio_rate5m, vllm:gpu_cache_usage_perc"):
+        rules.check((rules.Group("g", "15s", (rule,)),))
+
+
+def test_matchers_join_those_that_are_there() -> None:
+    expr = 'rate(a{x="1"}[5m]) / b{ } - c + ab unless a:b'
+    added = with_matchers(expr, lambda name: [] if name == "c" else [f'of="{name}"', 'd="2"'])
+    assert added == (
+        'rate(a{of="a", d="2", x="1"}[5m]) / b{of="b", d="2"} - c + ab{of="ab", d="2"} unless a:b{of="a:b", d="2"}'
+    )
+    assert names_in(added) == names_in(expr)

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
 from launching import Place, ask, call, kill, now, pid_of, pids, wait_until
 
-from penstock.hardware.network import free_port
 from penstock.run_folder import Part, Run
 
-pytestmark = pytest.mark.processes
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed"),
+]
 
 UP_S = 60.0  # Prometheus reads new targets after 5 s and scrapes each 5 s
-
-
-@pytest.fixture
-def prometheus() -> None:
-    if shutil.which("prometheus") is None:
-        pytest.skip("prometheus is not installed")
 
 
 def part_of(run: Run) -> Part:
@@ -35,9 +30,7 @@ def value(query: str) -> float | None:
     return float(rows[0]["points"][-1][1]) if isinstance(rows, list) and rows else None
 
 
-def test_it_watches_dies_comes_back_and_ends_with_its_deployment(
-    prometheus: None, place: Place, tmp_path: Path
-) -> None:
+def test_it_watches_dies_comes_back_and_ends_with_its_deployment(place: Place, tmp_path: Path) -> None:
     file = place.write("one", replicas=2, workload={"ttft_ms": 2000}, observe={"prometheus": True})
     run = place.up(file)
     wait_until(lambda: part_of(run).state == "running", "it runs")
@@ -81,30 +74,3 @@ def check_pages_and_export(folder: Path) -> None:
     assert (folder / "grafana" / "operations.json").exists() and (folder / "google" / "operations.json").exists()
     key = folder / "scrape-key"
     assert key.stat().st_mode & 0o077 == 0 and "prometheus.yml" in (folder / "README.md").read_text()
-
-
-@pytest.mark.nightly
-def test_without_the_program_the_deployment_serves_and_says_so(
-    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    started = call("up", place.write("one", observe={"prometheus": True}))
-    assert started.code == 0 and "apt-get install prometheus" in started.err
-    run = place.run()
-    ask(run)
-    wait_until(lambda: part_of(run).note is not None, "status says so")
-    assert "not installed" in call("status").out
-    refused = call("metrics", "up")
-    assert refused.code != 0 and "apt-get install prometheus" in refused.err
-    assert "prometheus absent" in call("events").out
-
-
-@pytest.mark.nightly
-def test_a_port_that_is_taken_is_refused_before_anything_starts(place: Place) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", free_port("127.0.0.1")))
-        other.listen()
-        port = other.getsockname()[1]
-        refused = call("up", place.write("one", observe={"prometheus": True, "port": port}))
-    assert refused.code == 2 and f"cannot listen on 127.0.0.1:{port}" in refused.err
-    assert "observe.port=PORT" in refused.err

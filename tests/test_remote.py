@@ -19,6 +19,8 @@ from penstock.hardware.network import free_port
 from penstock.targets import Login, Tunnel
 from penstock.targets.tunnel import local_port
 
+pytestmark = [pytest.mark.processes, pytest.mark.nightly]
+
 # A tunnel says more than a pipe holds, and breaks when there is a file `go`.
 PROGRAM = """#!{python}
 import pathlib, socket, sys, time
@@ -58,36 +60,17 @@ def port() -> Iterator[int]:
         signal.signal(number, handler)
 
 
-@pytest.mark.processes
-@pytest.mark.nightly
-def test_a_tunnel_leads_to_a_gateway_by_ipv6_and_notices_a_dead_link(calls: Path, port: int) -> None:
+def test_a_chat_page_of_a_login_node_has_its_key_from_there_and_other_words_are_an_error(
+    calls: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gateway = cli_remote._on_login_node(Login("login"), "one")
-    with gateway.tunnel(port) as tunnel:
-        assert tunnel.url == f"http://127.0.0.1:{port}"
-        assert tunnel.last_words() is None
-    words = calls.read_text().splitlines()[1]
-    assert f"-L 127.0.0.1:{port}:[fd00::1]:8000 -- login" in words
-    assert "-o ServerAliveInterval=15 -o ServerAliveCountMax=3" in words
-
-
-@pytest.mark.processes
-@pytest.mark.nightly
-def test_a_chat_page_of_a_login_node_has_its_key_from_there_and_a_tunnel(calls: Path, port: int) -> None:
-    page = cli_remote._on_login_node(Login("login"), "one").chat_page()
+    page = gateway.chat_page()
     assert page is not None and (page.key, page.url) == ("sk-1", None)
     with page.tunnel(port) as tunnel:
         assert tunnel.url == f"http://127.0.0.1:{port}"
     words = calls.read_text().splitlines()
     assert "-m penstock ui one --json" in words[1]
     assert f"-L 127.0.0.1:{port}:[fd00::1]:7860 -- login" in words[2]
-
-
-@pytest.mark.processes
-@pytest.mark.nightly
-def test_a_login_node_that_answers_in_other_words_or_not_at_all_is_an_error(
-    calls: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gateway = cli_remote._on_login_node(Login("login"), "one")
     (calls.parent / "banner").touch()
     with pytest.raises(PenstockError, match="could not open the page") as caught:
         gateway.chat_page()
@@ -98,8 +81,6 @@ def test_a_login_node_that_answers_in_other_words_or_not_at_all_is_an_error(
     assert caught.value.is_retryable and caught.value.detail == "no answer within 0 s"
 
 
-@pytest.mark.processes
-@pytest.mark.nightly
 def test_a_port_that_another_program_has_is_not_told_to_be_the_deployment() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as stranger,
@@ -109,20 +90,24 @@ def test_a_port_that_another_program_has_is_not_told_to_be_the_deployment() -> N
     assert caught.value.hint == "Give another --port, or none for a free one."
 
 
-@pytest.mark.processes
-@pytest.mark.nightly
-def test_a_held_tunnel_that_breaks_is_an_error(calls: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tunnel_leads_to_a_gateway_by_ipv6_and_one_that_breaks_is_an_error(
+    calls: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gateway = cli_remote._on_login_node(Login("login"), "one")
 
     @contextlib.contextmanager
     def opened(port: int) -> Iterator[Tunnel]:
         with gateway.tunnel(port) as found:
+            assert (found.url, found.last_words()) == (f"http://127.0.0.1:{port}", None)
             (calls.parent / "go").touch()
             yield found
 
     monkeypatch.setattr(cli_remote, "_LOOK_S", 0.01)
     with pytest.raises(PenstockError) as caught:
         cli_remote._hold_open(gateway._replace(tunnel=opened), port)
+    words = calls.read_text().splitlines()[1]
+    assert f"-L 127.0.0.1:{port}:[fd00::1]:8000 -- login" in words
+    assert "-o ServerAliveInterval=15 -o ServerAliveCountMax=3" in words
     error = caught.value
     assert (error.message, error.exit_code) == ('lost the tunnel to login node "login"', 1)
     assert error.detail is not None and error.detail.endswith("client_loop: send disconnect: Broken pipe")
@@ -130,8 +115,6 @@ def test_a_held_tunnel_that_breaks_is_an_error(calls: Path, port: int, monkeypat
     assert error.hint == f"Run it again: penstock tunnel one --port {port}"
 
 
-@pytest.mark.processes
-@pytest.mark.nightly
 def test_a_file_is_rendered_here_when_its_login_node_cannot_be_reached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,8 +59,7 @@ def kv_differs(factor: float) -> str:
     run = runs.create(msgspec.structs.replace(draft(deployment(name="d")), plan=plan), NOW)
     ready = replica(measured={"kv_cache_gib": plan.forecast.kv_cache_gib * factor}, ready_after_s=2.0)
     shown = state(ready, replica("1"))
-    started = status_text.ready_text(run, shown, Started("d", "http://127.0.0.1:8000"))
-    return f"{status_text.status_text(run, shown, NOW)}\n{started}".replace(str(run.path), "FOLDER")
+    return f"{status(run, shown)}\n{status_text.ready_text(run, shown, Started('d', 'http://127.0.0.1:8000'))}"
 
 
 def status(run: Run, shown: State, now: float = NOW) -> str:
@@ -82,12 +81,9 @@ def listed() -> str:
     return status_text.list_text([(run_folder(wanted), shown) for wanted, shown in rows])
 
 
-def test_a_deployment_without_replicas_is_not_called_ready() -> None:
-    run = run_folder(deployment(name="d", replicas=0))
-    text = status_text.ready_text(run, state(desired_replicas=0), Started("d", run.url))
-    assert text.startswith("d has no replica: a request waits")
-    assert text.endswith("penstock scale d 1")
-    assert status(run, state(desired_replicas=0)).startswith("d has no replica; start one: penstock scale d 1\n")
+def without_replicas() -> str:
+    run, none = run_folder(deployment(name="d", replicas=0)), state(desired_replicas=0)
+    return f"{status_text.ready_text(run, none, Started('d', run.url))}\n\n{status(run, none).splitlines()[0]}"
 
 
 def after_up() -> str:
@@ -131,6 +127,7 @@ SHOWN: dict[str, Callable[[], str]] = {
     "status after restarts": restarted,
     "status of an ended deployment": lambda: status(run_folder(), State(NOW, "down", 0)),
     "list": listed,
+    "without replicas": without_replicas,
     "after up": after_up,
     "rendered": rendered,
     "not planned": not_planned,
@@ -165,15 +162,23 @@ def test_a_start_without_a_terminal_is_one_line_a_change(
     assert lines == [loading, "replica 0: ready"] and "\033" not in stream.getvalue()
 
 
-def test_a_start_as_json_is_one_event_a_change() -> None:
-    stream = io.StringIO()
-    with progress.StartDisplay(stream, as_json=True) as display:
+def test_a_start_as_json_is_one_event_a_change_and_names_parts_while_they_wait() -> None:
+    waits = Part("queued", note="Pending: 0/8 nodes have 4 cpu free")
+    lines, events = io.StringIO(), io.StringIO()
+    with progress.StartDisplay(lines, as_json=False) as display, progress.StartDisplay(events, as_json=True) as other:
+        for part in (waits, waits, Part("starting"), Part("running")):
+            seen = msgspec.structs.replace(state(), gateway=part)
+            display.show(seen)
+            other.show(seen)
         for _ in range(2):
-            display.show(state(replica("0", "loading", progress=LOADING), replica("1", "queued")))
-    first, second = (json.loads(line) for line in stream.getvalue().splitlines())
-    loading = {"event": "progress", "replica": "0", "state": "loading", "reason": None}
-    assert first == loading | {"progress": msgspec.to_builtins(LOADING)}
-    assert (second["replica"], second["progress"]) == ("1", None)
+            other.show(state(replica("0", "loading", progress=LOADING), replica("1", "queued")))
+    words = [line.partition("] ")[2] for line in lines.getvalue().splitlines()]
+    assert words == ["gateway: queued Pending: 0/8 nodes have 4 cpu free", "gateway: starting", "gateway: running"]
+    first, *_, loading, queued = (json.loads(line) for line in events.getvalue().splitlines())
+    assert first == {"event": "progress", "part": "gateway", "state": "queued", "reason": waits.note}
+    told = {"event": "progress", "replica": "0", "state": "loading", "reason": None}
+    assert loading == told | {"progress": msgspec.to_builtins(LOADING)}
+    assert (queued["replica"], queued["progress"]) == ("1", None)
 
 
 def test_a_start_on_a_terminal_is_a_bar_for_each_replica(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,21 +188,6 @@ def test_a_start_on_a_terminal_is_a_bar_for_each_replica(monkeypatch: pytest.Mon
         display.show(state(replica("0", "loading", progress=LOADING), replica("1", "queued")))
         display.show(state(replica("0"), replica("1", "queued")))
     assert "replica 0" in stream.getvalue() and "replica 1" in stream.getvalue()
-
-
-def test_a_start_names_gateway_and_controller_while_they_wait() -> None:
-    waits = Part("queued", note="Pending: 0/8 nodes have 4 cpu free")
-    parts = [waits, waits, Part("starting"), Part("running")]
-    lines, events = io.StringIO(), io.StringIO()
-    with progress.StartDisplay(lines, as_json=False) as display, progress.StartDisplay(events, as_json=True) as other:
-        for part in parts:
-            seen = msgspec.structs.replace(state(), gateway=part)
-            display.show(seen)
-            other.show(seen)
-    words = [line.partition("] ")[2] for line in lines.getvalue().splitlines()]
-    assert words == ["gateway: queued Pending: 0/8 nodes have 4 cpu free", "gateway: starting", "gateway: running"]
-    first = json.loads(events.getvalue().splitlines()[0])
-    assert first == {"event": "progress", "part": "gateway", "state": "queued", "reason": waits.note}
 
 
 def test_the_command_is_named_as_the_user_can_type_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import SpecError
-from penstock.spec import deployment, gateway, reading
+from penstock.spec import gateway, reading
 from penstock.spec.blocks import Slurm
 from penstock.spec.deployment import Deployment, EngineSpec, GatewaySpec, Hardware, Parallel, Replicas, Workload
 
@@ -50,21 +50,6 @@ def test_a_model_is_enough_and_the_rest_has_defaults() -> None:
     assert found.replicas == Replicas(1, 1)
 
 
-@pytest.mark.parametrize(
-    ("lines", "auth"),
-    [
-        ("", "none"),
-        ("target: ray", "none"),
-        ("target: ssh\nssh: {hosts: [a]}", "keys"),
-        ("target: slurm", "keys"),
-        ("target: slurm\ngateway: {port: 0}", "keys"),
-        ("target: slurm\ngateway: {auth: none}", "none"),
-    ],
-)
-def test_machines_that_others_may_log_in_to_need_keys_by_default(lines: str, auth: str) -> None:
-    assert reading.parse(f"model: m\n{lines}").gateway.auth == auth
-
-
 def test_the_file_of_the_design_is_accepted_whole() -> None:
     found = reading.parse(FULL)
     assert found.hardware == Hardware("h100-sxm", 4, 2, "ib-ndr")
@@ -78,15 +63,10 @@ def test_the_file_of_the_design_is_accepted_whole() -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("replicas: 3", Replicas(3, 3)),
-        ("replicas: 0", Replicas(0, 1)),
-        ("replicas: {min: 1, max: 4}", Replicas(1, 4)),
-        ("replicas: {min: 3}", Replicas(3, 3)),
-        ("engine:", EngineSpec()),
+        *(("replicas: 3", Replicas(3, 3)), ("replicas: 0", Replicas(0, 1)), ("replicas: {min: 3}", Replicas(3, 3))),
+        *(("replicas: {min: 1, max: 4}", Replicas(1, 4)), ("engine:", EngineSpec()), ("parallel: auto", "auto")),
         ("parallel: {tensor: 4, pipeline: 2}", Parallel(4, 2)),
-        ("parallel: auto", "auto"),
-        ("name: a", "a"),
-        ("name: " + "a" * 40, "a" * 40),
+        *(("name: a", "a"), ("name: " + "a" * 40, "a" * 40)),
     ],
 )
 def test_short_and_long_forms_are_read(line: str, expected: object) -> None:
@@ -96,16 +76,15 @@ def test_short_and_long_forms_are_read(line: str, expected: object) -> None:
 @pytest.mark.parametrize(
     ("model", "name"),
     [
-        ("meta-llama/Llama-3.1-8B", "llama-3-1-8b"),
-        ("/models/My Model/", "my-model"),
-        ("./Qwen3.gguf", "qwen3-gguf"),
-        ("org/" + "x" * 60, "x" * 40),
-        ("/", "model"),
-        ("org/___", "model"),
+        *(
+            ("meta-llama/Llama-3.1-8B", "llama-3-1-8b"),
+            ("/models/My Model/", "my-model"),
+            ("./Qwen3.gguf", "qwen3-gguf"),
+        ),
+        *(("org/" + "x" * 60, "x" * 40), ("/", "model"), ("org/___", "model")),
     ],
 )
 def test_a_name_comes_from_the_model(model: str, name: str) -> None:
-    assert deployment.default_name(model) == name
     assert reading.from_mapping({"model": model}).name == name
 
 
@@ -124,14 +103,8 @@ def test_each_mistake_is_named_with_its_place(case: str) -> None:
 def test_problems_are_reported_together() -> None:
     error = refused("modle: x\nengine: {kind: vlm, max_model_len: x}\ngateway: {prot: 1}\nreplicas: {min: two}")
     assert error.message == "cannot use the file: 6 problems"
-    assert [problem.path for problem in error.problems] == [
-        "modle",
-        "model",
-        "engine.kind",
-        "engine.max_model_len",
-        "replicas.min",
-        "gateway.prot",
-    ]
+    paths = ["modle", "model", "engine.kind", "engine.max_model_len", "replicas.min", "gateway.prot"]
+    assert [problem.path for problem in error.problems] == paths
     error = refused("model: m\nname: A-\ngateway: {host: 0.0.0.0, port: -1}\nssh: {}\nray: {}")
     assert [problem.path for problem in error.problems] == ["name", "gateway.port", "gateway.auth", "ssh", "ray"]
     error = refused("model: m\nname: A-\ntarget: foo\nssh: {}\nengine: {kind: vlm}\ngateway: {port: -1}")
@@ -141,9 +114,6 @@ def test_problems_are_reported_together() -> None:
         'engine.env: "A=B" is not a name of an environment variable\n'
         'engine.env: "" is not a name of an environment variable'
     )
-
-
-def test_an_error_without_a_hint_points_to_the_page_of_fields() -> None:
     assert refused("model: 7").hint == "docs/reference/spec.md lists every field"
     assert refused("modle: x").hint is None
 
@@ -186,11 +156,6 @@ def test_no_value_that_yaml_can_make_ends_in_a_fault(field: str, value: str, wor
         str(error.detail).encode()
 
 
-def test_keys_that_are_no_text_become_text() -> None:
-    found = reading.parse("model: m\nengine: {args: {x: {1: 2, 2024-01-01: {null: [{1.5: a}]}}}}").engine
-    assert found.args["x"] == '{"1": 2, "2024-01-01": {"None": [{"1.5": "a"}]}}'
-
-
 def test_a_number_that_yaml_reads_as_text_is_shown_as_it_must_be_written() -> None:
     error = refused("model: m\ngateway: {price: {input: 1e-6, output: 2.5e3}}")
     assert 'input: expected a number, got "1e-6" (in YAML a number has a point and a sign: 1.0e-6)' in str(error.detail)
@@ -209,9 +174,6 @@ def test_settings_go_over_the_file(tmp_path: Path) -> None:
     fields = {"model": "m", "gateway": {"port": 1}}
     reading.from_mapping(fields, settings=["gateway.port=2"])
     assert fields == {"model": "m", "gateway": {"port": 1}}, "not changed in place"
-
-
-def test_a_wrong_setting_is_refused_like_a_wrong_field() -> None:
     error = refused("model: m", "x", "=3", "engine.kidn=vllm", "gateway.port=a: b: c")
     assert error.detail == (
         "--set: 'x' is not key=value (example: --set gateway.port=9000)\n"
@@ -225,12 +187,16 @@ def test_numbers_of_the_environment_become_text_and_mappings_of_flags_json() -> 
     found = reading.parse("model: m\nengine: {env: {A: 1, B: true, C: 0.5, D: x}, args: {c: {level: 3}, d: 4}}").engine
     assert found.env == {"A": "1", "B": "1", "C": "0.5", "D": "x"}
     assert found.args == {"c": '{"level": 3}', "d": 4}
+    keyed = reading.parse("model: m\nengine: {args: {x: {1: 2, 2024-01-01: {null: [{1.5: a}]}}}}").engine
+    assert keyed.args["x"] == '{"1": 2, "2024-01-01": {"None": [{"1.5": "a"}]}}'
 
 
-@pytest.mark.parametrize("text", ["model: m", FULL, ODD, "model: m\nparallel: {tensor: 2}\nhardware: {gpu: l4}"])
-def test_what_is_written_reads_back_the_same(text: str) -> None:
-    found = reading.parse(text)
-    assert reading.parse(reading.to_yaml(found)) == found
+def test_what_is_written_reads_back_the_same() -> None:
+    kept = "model: m\ngateway: {ledger_days: null}"
+    for text in ("model: m", FULL, ODD, "model: m\nparallel: {tensor: 2}\nhardware: {gpu: l4}", kept):
+        found = reading.parse(text)
+        assert reading.parse(reading.to_yaml(found)) == found
+    assert reading.parse(kept).gateway.ledger_days is None
     written = reading.to_yaml(reading.parse("model: m"))
     assert not [word for word in ("gpu:", "args", "env", "aliases", "slurm", "cache", "null") if word in written]
 
@@ -250,10 +216,18 @@ def test_differences_name_each_changed_field() -> None:
     assert reading.differences(before, before) == []
 
 
+@pytest.mark.parametrize(
+    ("lines", "auth"),
+    [
+        *(("", "none"), ("target: ray", "none"), ("target: ssh\nssh: {hosts: [a]}", "keys"), ("target: slurm", "keys")),
+        *(("target: slurm\ngateway: {port: 0}", "keys"), ("target: slurm\ngateway: {auth: none}", "none")),
+        ("gateway: {host: 0.0.0.0, auth: keys}", "keys"),
+    ],
+)
+def test_machines_that_others_may_log_in_to_need_keys_by_default(lines: str, auth: str) -> None:
+    assert reading.parse(f"model: m\n{lines}").gateway.auth == auth
+
+
 def test_beyond_loopback_keys_are_required() -> None:
     assert all(map(gateway.is_loopback, ("127.0.0.1", "127.9.9.9", "::1", "localhost")))
     assert not any(map(gateway.is_loopback, ("0.0.0.0", "::", "192.168.1.2", "myhost")))
-    assert reading.parse("model: m\ngateway: {host: 0.0.0.0, auth: keys}").gateway.auth == "keys"
-    assert reading.parse("model: m\ngateway: {ledger_days: null}").gateway.ledger_days is None
-    kept = reading.to_yaml(reading.parse("model: m\ngateway: {ledger_days: null}"))
-    assert reading.parse(kept).gateway.ledger_days is None, "the file of a run keeps what differs from a default"

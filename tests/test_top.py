@@ -105,24 +105,17 @@ def test_columns_are_left_out_by_importance() -> None:
     assert heads(10_000).split()[-2:] == ["UP", "RST"]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
+def test_a_rate_has_five_characters_and_seconds_have_six() -> None:
+    rates: list[tuple[float | None, str]] = [
         (None, "-"), (math.nan, "-"), (math.inf, "-"), (0, "0"), (0.04, "0.04"), (3.21, "3.2"), (9.96, "10"),
         (57.4, "57"), (999.4, "999"), (999.9, "1.0k"), (1234, "1.2k"), (56_789, "57k"), (999_960, "1.0M"),
         (1.23e7, "12M"), (5e12, "5.0T"), (-3.0, "-3.0"),
-    ],
-)  # fmt: skip
-def test_a_rate_has_five_characters(value: float | None, text: str) -> None:
-    assert top_text.rate(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, "-"), (math.nan, "-"), (0.0, "0.0ms"), (0.0052, "5.2ms"), (0.12, "120ms"), (1.24, "1.2s"), (75, "1m15s")],
-)
-def test_seconds_have_six_characters(value: float | None, text: str) -> None:
-    assert top_text.seconds(value) == text
+    ]  # fmt: skip
+    seconds: list[tuple[float | None, str]] = [
+        (None, "-"), (math.nan, "-"), (0.0, "0.0ms"), (0.0052, "5.2ms"), (0.12, "120ms"), (1.24, "1.2s"), (75, "1m15s")
+    ]  # fmt: skip
+    assert [top_text.rate(value) for value, _ in rates] == [text for _, text in rates]
+    assert [top_text.seconds(value) for value, _ in seconds] == [text for _, text in seconds]
 
 
 def test_bad_values_and_hostile_texts_break_no_line() -> None:
@@ -205,14 +198,10 @@ def test_the_filter_is_typed_and_given_up() -> None:
 
 
 def test_the_list_scrolls_to_the_chosen_replica() -> None:
-    many = msgspec.structs.replace(
-        SNAPSHOT, replicas=tuple(msgspec.structs.replace(IDLE, replica=str(n)) for n in range(500))
-    )
+    rows = tuple(msgspec.structs.replace(IDLE, replica=str(n)) for n in range(500))
+    many = msgspec.structs.replace(SNAPSHOT, replicas=rows)
     text = shown(View(replica="250"), everything=(msgspec.structs.replace(QWEN, snapshot=many),))
     assert "\n250 " in text and "\n0 " not in text and "was killed" in text
-
-
-def test_a_chosen_replica_that_is_gone_says_so() -> None:
     assert "replica 77 of qwen is gone" in shown(View(replica="77", page="replica"))
 
 
@@ -227,9 +216,8 @@ def test_the_state_adds_what_the_gateway_does_not_know() -> None:
     assert watched.snapshot.reason == "one is lost"
     alone = top_text.join("qwen", None, state, EVENTS, "http://h", "no answer")
     assert (alone.snapshot.phase, alone.snapshot.now.n_desired, alone.snapshot.now.n_ready) == ("degraded", 4, 0)
-    assert "waits for 2 GPUs" in shown(View(), everything=(alone,)) and "no answer" in shown(
-        View(), everything=(alone,)
-    )
+    page = shown(View(), everything=(alone,))
+    assert "waits for 2 GPUs" in page and "no answer" in page
     nothing = top_text.join("qwen", None, None, (), None, "no answer")
     assert "no replica yet" in shown(View(), everything=(nothing,))
 

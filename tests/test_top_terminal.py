@@ -12,19 +12,19 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from samples import deployment, run_folder
+from waiting import left_s, until
 
 pytestmark = pytest.mark.processes
 
 _ON, _OFF = b"\033[?1049h", b"\033[?1049l"  # the alternate screen
 _SHOWN = b"\033[?25h"  # the cursor
-_DEADLINE_S = 60.0
 
 
 class Screen:
@@ -32,7 +32,7 @@ class Screen:
 
     def __init__(self, home: Path, **env: str) -> None:
         self.file, self._end = pty.openpty()
-        self.before = termios.tcgetattr(self._end)
+        self.before = self.settings()
         self.data = b""
         self.resize(24, 80)
         self.process = subprocess.Popen(
@@ -41,6 +41,9 @@ class Screen:
             env={**os.environ, "PENSTOCK_HOME": str(home), "TERM": "xterm", **env},
         )  # fmt: skip
 
+    def settings(self) -> list[Any]:
+        return termios.tcgetattr(self._end)
+
     def resize(self, rows: int, columns: int) -> None:
         fcntl.ioctl(self._end, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
@@ -48,47 +51,46 @@ class Screen:
         self.data = b""
         os.write(self.file, keys)
 
+    def shown(self) -> str:
+        """What was drawn since the last key, without colours."""
+        if select.select([self.file], [], [], 0)[0]:
+            self.data += os.read(self.file, 65536)
+        return re.sub(r"\033\[[0-9;?]*[A-Za-z]", "", self.data.decode("utf-8", "replace"))
+
     def wait_for(self, text: str) -> str:
-        """What was drawn since the last key, without colours, once this is a part of it."""
-        deadline = time.monotonic() + _DEADLINE_S
-        while text not in (shown := re.sub(r"\033\[[0-9;?]*[A-Za-z]", "", self.data.decode("utf-8", "replace"))):
-            assert time.monotonic() < deadline, f"expected {text!r} in {shown[-2000:]!r}"
-            if select.select([self.file], [], [], 0.2)[0]:
-                self.data += os.read(self.file, 65536)
-        return shown
+        """What was drawn since the last key once this is a part of it."""
+        return until(lambda: shown if text in (shown := self.shown()) else "", f"{text!r} is shown")
 
     def wait_for_lines(self, n_max: int) -> None:
         """Until it draws fewer lines: what it was drawing when the terminal changed comes first."""
-        deadline = time.monotonic() + _DEADLINE_S
-        self.data = b""
-        while self.wait_for("quit").count("\n") >= n_max:
-            assert time.monotonic() < deadline, self.data[-2000:]
+
+        def is_smaller() -> bool:
             self.data = b""
+            return self.wait_for("quit").count("\n") < n_max
+
+        until(is_smaller, f"fewer than {n_max} lines")
 
     def check_ended(self, code: int) -> None:
         """It has ended so, and left the terminal as it was."""
-        assert self.process.wait(_DEADLINE_S) == code
+        assert self.process.wait(left_s()) == code
         while select.select([self.file], [], [], 0.1)[0]:
             self.data += os.read(self.file, 65536)
-        assert termios.tcgetattr(self._end) == self.before
+        assert self.settings() == self.before
         assert self.data.rfind(_OFF) > self.data.rfind(_ON) and _SHOWN in self.data[-40:]
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        os.close(self.file)
-        os.close(self._end)
 
 
 @contextmanager
-def started(home: Path, **env: str) -> Iterator[Screen]:
+def started(home: Path, first: str = "? help", **env: str) -> Iterator[Screen]:
     screen = Screen(home, **env)
     try:
-        screen.wait_for("? help")
+        screen.wait_for(first)
         yield screen
     finally:
-        screen.close()
+        if screen.process.poll() is None:
+            screen.process.kill()
+            screen.process.wait()
+        os.close(screen.file)
+        os.close(screen._end)
 
 
 def test_a_terminal_shows_what_keys_ask_for_and_is_restored(home: Path) -> None:
@@ -96,7 +98,7 @@ def test_a_terminal_shows_what_keys_ask_for_and_is_restored(home: Path) -> None:
         run_folder(deployment(name=name)).add_event("up", f"{name} begins", who="kim@here")
     with started(home) as screen:
         assert "one begins (by kim@here)" in screen.wait_for("what `status` knows")
-        assert termios.tcgetattr(screen._end) != screen.before
+        assert screen.settings() != screen.before
         screen.press(b"\t")
         screen.wait_for("two begins")
         screen.press(b"/")
@@ -114,7 +116,7 @@ def test_a_terminal_shows_what_keys_ask_for_and_is_restored(home: Path) -> None:
         screen.wait_for("PAUSED")
         screen.process.send_signal(signal.SIGTSTP)
         _, status = os.waitpid(screen.process.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status) and termios.tcgetattr(screen._end) == screen.before, "the shell's, while it waits"
+        assert os.WIFSTOPPED(status) and screen.settings() == screen.before, "the shell's, while it waits"
         screen.data = b""
         screen.process.send_signal(signal.SIGCONT)
         screen.wait_for("PAUSED")
@@ -137,9 +139,5 @@ def test_a_signal_leaves_the_terminal_as_it_was(home: Path, number: signal.Signa
 @pytest.mark.nightly
 def test_a_dumb_terminal_gets_it_once(home: Path) -> None:
     run_folder(deployment(name="one"))
-    screen = Screen(home, TERM="dumb")
-    try:
-        screen.wait_for("REPLICA STATE")
-        assert screen.process.wait(_DEADLINE_S) == 0 and b"\033" not in screen.data
-    finally:
-        screen.close()
+    with started(home, "REPLICA STATE", TERM="dumb") as screen:
+        assert screen.process.wait(left_s()) == 0 and b"\033" not in screen.data
