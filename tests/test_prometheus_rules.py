@@ -97,16 +97,11 @@ def promtool(*words: object) -> str:
 
 
 def case(series: Mapping[str, str], firing: set[str]) -> dict[str, Any]:
+    fired = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(firing)]
     return {
         "interval": "15s",
         "input_series": [{"series": _of_demo(name), "values": values} for name, values in series.items()],
-        "promql_expr_test": [
-            {
-                "expr": FIRING,
-                "eval_time": "20m",
-                "exp_samples": [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(firing)],
-            }
-        ],
+        "promql_expr_test": [{"expr": FIRING, "eval_time": "20m", "exp_samples": fired}],
     }
 
 

@@ -82,10 +82,7 @@ def test_a_chat_page_of_a_login_node_has_its_key_from_there_and_other_words_are_
 
 
 def test_a_port_that_another_program_has_is_not_told_to_be_the_deployment() -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as stranger,
-        pytest.raises(UserError, match="cannot listen") as caught,
-    ):
+    with socket.create_server(("127.0.0.1", 0)) as stranger, pytest.raises(UserError, match="cannot listen") as caught:
         local_port(stranger.getsockname()[1])
     assert caught.value.hint == "Give another --port, or none for a free one."
 
