@@ -83,7 +83,7 @@ DEMO_DEPLOYMENT = 'deployment "penstock-demo": 1 problem'
 MISTAKES = (Path(__file__).parent / "golden" / "cli_mistakes.txt").read_text("utf-8").strip().split("\n\n")
 
 
-def check_error(shell: Shell, words: list[str], message: str, detail: str | None, hint: str | None) -> None:
+def check_error(shell: Shell, words: list[str], message: str, hint: str = "", detail: str = "") -> None:
     code, output, errors = shell(*words)
     assert (code, output) == (2, "")
     assert errors.startswith(f"error: {message}") and "Traceback" not in errors, errors
@@ -111,9 +111,9 @@ def test_a_mistake_is_explained_and_changes_nothing(shell: Shell, home: Path, ve
 @pytest.mark.parametrize("verb", DEPLOYING)
 def test_a_port_in_use_is_explained(shell: Shell, home: Path, taken: int, verb: str) -> None:
     words = [*verb.split(), "--port", str(taken)]
-    check_error(shell, words, f"cannot listen on 127.0.0.1:{taken}: address already in use", "Process ", "End that")
+    check_error(shell, words, f"cannot listen on 127.0.0.1:{taken}: address already in use", "End that", "Process ")
     observing = [*verb.split(), "--port", "0", "--set", "observe.prometheus=true", "--set", f"observe.port={taken}"]
-    check_error(shell, observing, f"cannot listen on 127.0.0.1:{taken}", "Process ", "End that")
+    check_error(shell, observing, f"cannot listen on 127.0.0.1:{taken}", "End that", "Process ")
     assert not (home / "runs" / "penstock-demo").exists()
 
 
@@ -143,7 +143,7 @@ def test_an_absent_engine_is_explained(shell: Shell, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Vllm, "missing", MISSING)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     message = "cannot start engine vllm: the package vllm is not installed in this Python"
-    check_error(shell, ["render", "--port", "0", "--engine", "vllm"], message, None, "Install it: pip install vllm")
+    check_error(shell, ["render", "--port", "0", "--engine", "vllm"], message, "Install it: pip install vllm")
 
 
 def test_a_model_in_a_form_the_engine_does_not_load_is_explained(
@@ -153,30 +153,30 @@ def test_a_model_in_a_form_the_engine_does_not_load_is_explained(
     (tmp_path / "pytorch_model.bin").touch()
     message = f'cannot serve model "{tmp_path}" on engine vllm: no *.safetensors in "{tmp_path}"'
     words = ["render", "--engine", "vllm", "--port", "0", "--name", "m"]
-    check_error(shell, [*words, str(tmp_path)], message, None, "Engine vllm loads safetensors.")
+    check_error(shell, [*words, str(tmp_path)], message, "Engine vllm loads safetensors.")
     path = tmp_path / "m.gguf"
     path.touch()
     message = f'cannot use model file "{path}": not a folder'
-    check_error(shell, [*words, str(path)], message, None, "Use --engine llamacpp")
+    check_error(shell, [*words, str(path)], message, "Use --engine llamacpp")
 
     def deny(path: Path) -> bool:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "is_file", deny)
-    check_error(shell, ["render", "secret/m"], 'could not read "secret/m": Permission denied', None, "Check the")
+    check_error(shell, ["render", "secret/m"], 'could not read "secret/m": Permission denied', "Check the")
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "down", "chat", "scale"])
 def test_a_deployment_is_named_or_the_only_one(shell: Shell, home: Path, verb: str) -> None:
     if verb != "scale":
-        check_error(shell, [verb], "cannot choose a deployment: none runs", None, "Start one: penstock up.")
+        check_error(shell, [verb], "cannot choose a deployment: none runs", "Start one: penstock up.")
         assert not home.exists()
     for name in ("llama70", "b"):
         run_folder(deployment(name=name))
     words = [verb, "lama70", *(["2"] if verb == "scale" else [])]
-    check_error(shell, words, 'cannot find deployment "lama70"', None, 'Did you mean "llama70"?')
+    check_error(shell, words, 'cannot find deployment "lama70"', 'Did you mean "llama70"?')
     if verb != "scale":
-        check_error(shell, [verb], "cannot choose a deployment: 2 run", None, "Name one of: b, llama70.")
+        check_error(shell, [verb], "cannot choose a deployment: 2 run", "Name one of: b, llama70.")
 
 
 def test_what_a_deployment_does_not_have_is_explained(
@@ -185,14 +185,14 @@ def test_what_a_deployment_does_not_have_is_explained(
     run = run_folder()
     run.log("replica-0").write_text("hello\n")
     words = ["logs", "--replica", "7"]
-    check_error(shell, words, 'cannot find replica "7" of "penstock-demo"', None, "It has: 0.")
+    check_error(shell, words, 'cannot find replica "7" of "penstock-demo"', "It has: 0.")
     run.write_desired(Desired("down", 0))
     words = ["scale", "penstock-demo", "2"]
-    check_error(shell, words, 'cannot scale deployment "penstock-demo": it is down', None, "penstock up penstock-demo")
+    check_error(shell, words, 'cannot scale deployment "penstock-demo": it is down', "penstock up penstock-demo")
     (tmp_path / "file").touch()
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "file"))
     message = f'cannot write run folder "{tmp_path / "file" / "runs"}": Not a directory'
-    check_error(shell, ["up", "--port", "0"], message, None, "Set PENSTOCK_HOME to a folder you may write.")
+    check_error(shell, ["up", "--port", "0"], message, "Set PENSTOCK_HOME to a folder you may write.")
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_down_of_all_takes_no_name_and_says_when_nothing_runs(shell: Shell) -> N
     assert shell("down", "-a") == (0, "nothing runs\n", "")
     assert shell("down", "-a", "--json") == (0, "[]\n", "")
     run = run_folder(deployment(name="one"))
-    check_error(shell, ["down", "-a", "one"], 'cannot end "one" and every deployment at once', None, "Give a name")
+    check_error(shell, ["down", "-a", "one"], 'cannot end "one" and every deployment at once', "Give a name")
     assert run.desired().state == "up"
 
 

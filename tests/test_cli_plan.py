@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from launching import Done, call
 from plan_shapes import planned
 
 from penstock.cli import main, plan
@@ -39,6 +40,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
     monkeypatch.setattr(planning, "solve", remember)
     return requests
+
+
+def told(*argv: object) -> Done:
+    return call("plan", *argv)
 
 
 def run(*argv: str) -> int:
@@ -101,15 +106,13 @@ def test_bad_values_exit_with_2(words: str, said: str | None, asked: Asked, tmp_
     assert asked == []
 
 
-def test_json_is_the_contract_and_what_does_not_fit_exits_with_3(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*BASE, "--json") == 0
+def test_json_is_the_contract_and_what_does_not_fit_exits_with_3() -> None:
     fits = planned("llama-3.1-70b", "h100-sxm", gpus_per_node=8)[1]
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(contract(fits)))
-    assert run(*BASE[:3], "--json") == 3
-    plain = json.loads(capsys.readouterr().out)
-    assert plain["fits"] is False and plain["weights"]["params"] == 70_553_706_496
-    assert run(*BASE[:3]) == 3
-    assert "DOES NOT FIT" in capsys.readouterr().out
+    assert told(*BASE, "--json").json == json.loads(json.dumps(contract(fits)))
+    plain = told(*BASE[:3], "--json")
+    assert plain.code == 3 and not plain.json["fits"] and plain.json["weights"]["params"] == 70_553_706_496
+    shown = told(*BASE[:3])
+    assert shown.code == 3 and "DOES NOT FIT" in shown.out
 
 
 def test_without_a_gpu_named_this_machines_are_taken(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,22 +137,24 @@ def test_without_a_gpu_named_this_machines_are_taken(asked: Asked, monkeypatch: 
 
 
 def test_write_replaces_a_file_only_by_force_and_writes_none_for_what_does_not_fit(
-    asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    asked: Asked, tmp_path: Path
 ) -> None:
     path = tmp_path / "penstock.yaml"
     path.write_text("mine", "utf-8")
-    with pytest.raises(UserError, match="the file exists"):
-        run(*BASE, "--write", str(path))
+    assert "the file exists" in told(*BASE, "--write", path).err
     assert path.read_text("utf-8") == "mine" and asked == []
-    assert run(*BASE, "--write", str(path), "--force") == 0
+    assert f"wrote {path}" in told(*BASE, "--write", path, "--force").out
     written = reading.load(path)
     assert (written.model, written.parallel) == (asked[0].facts.hub_id, Parallel(tensor=4))
-    assert f"wrote {path}" in capsys.readouterr().out
-    assert run(*BASE, "--plot", str(tmp_path / "plan.svg")) == 0
+    assert told(*BASE, "--plot", tmp_path / "plan.svg").code == 0
     assert (tmp_path / "plan.svg").read_text("utf-8").startswith("<svg")
-    assert run(*BASE[:3], "--write", str(tmp_path / "other.yaml")) == 3
-    assert not (tmp_path / "other.yaml").exists()
-    assert "did not write" in capsys.readouterr().out
+    unfit = told(*BASE[:3], "--write", tmp_path / "other.yaml")
+    assert unfit.code == 3 and "did not write" in unfit.out and not (tmp_path / "other.yaml").exists()
+    # Nor for a checkpoint that is to be made: there is no line that starts it.
+    made = told("llama-3.1-8b", "--gpu", "b200", "--quantization", "nvfp4", "--write", tmp_path / "d.yaml")
+    assert made.code == 0 and "penstock up" not in made.out and "vllm serve" not in made.out
+    assert "plan and serve a repository that has it" in " ".join(made.out.split())
+    assert "did not write" in made.out and not (tmp_path / "d.yaml").exists()
 
 
 @pytest.mark.parametrize(
@@ -159,16 +164,14 @@ def test_write_replaces_a_file_only_by_force_and_writes_none_for_what_does_not_f
         "--tensor 2 --pipeline 2 --max-num-seqs 64 --no-prefix-caching --block-size 32",
     ],
 )
-def test_the_last_lines_start_what_was_planned(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_lines_start_what_was_planned(words: str, tmp_path: Path) -> None:
     flags = ["--max-model-len", "8192", *words.split()]
-    assert run(*BASE, *flags) == 0
-    line = capsys.readouterr().out.replace("\\\n", " ").rpartition("start it\n")[2].partition("\n\n")[0]
+    line = told(*BASE, *flags).out.replace("\\\n", " ").rpartition("start it\n")[2].partition("\n\n")[0]
     up = shlex.split(line)
     assert up[:2] == ["penstock", "up"]
     settings = [word for word in up[3:] if word != "--set"]
     path = tmp_path / "p.yaml"
-    assert run(*BASE, *flags, "--write", str(path)) == 0
-    assert f"start it\n  penstock up {path}\n" in capsys.readouterr().out
+    assert f"start it\n  penstock up {path}\n" in told(*BASE, *flags, "--write", path).out
     written, typed = reading.load(path), reading.read(up[2], settings)
     assert (typed.model, typed.parallel, typed.engine.args) == (written.model, written.parallel, written.engine.args)
     assert typed.engine.max_model_len == written.engine.max_model_len
@@ -198,15 +201,3 @@ def test_the_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     flags = {f"--{field.replace('_', '-')}" for field in fields}
     flags -= {"--facts", "--prefix-caching", "--more-args", "--environment", "--links"}
     assert [flag for flag in flags | {"--no-prefix-caching", "--plot", "--write", "--json"} if flag not in shown] == []
-
-
-def test_a_checkpoint_that_is_to_be_made_has_no_line_that_starts_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "d.yaml"
-    words = ("llama-3.1-8b", "--gpu", "b200", "--quantization", "nvfp4", "--write", str(path))
-    assert run(*words) == 0
-    shown = capsys.readouterr().out
-    assert "penstock up" not in shown and "vllm serve" not in shown
-    assert "plan and serve a repository that has it" in " ".join(shown.split())
-    assert "did not write" in shown and not path.exists()

@@ -95,16 +95,6 @@ def test_a_screen_of_any_size_holds(width: int, height: int) -> None:
     shown(View(), width, height, ())
 
 
-def test_columns_are_left_out_by_importance() -> None:
-    def heads(width: int, rows: tuple[ReplicaLive, ...] = (BUSY,)) -> str:
-        return " ".join(column.head for column in top_text.columns_for(width, rows))
-
-    assert heads(30) == "REPLICA STATE FLIGHT"
-    assert heads(80) == "REPLICA STATE FLIGHT RUN WAIT KV CACHE OUT/S TTFT ITL GPU RST"
-    assert heads(80, (IDLE,)) == "REPLICA STATE FLIGHT RUN WAIT KV CACHE IN/S OUT/S TTFT ITL RST"
-    assert heads(10_000).split()[-2:] == ["UP", "RST"]
-
-
 def test_a_rate_has_five_characters_and_seconds_have_six() -> None:
     rates: list[tuple[float | None, str]] = [
         (None, "-"), (math.nan, "-"), (math.inf, "-"), (0, "0"), (0.04, "0.04"), (3.21, "3.2"), (9.96, "10"),
