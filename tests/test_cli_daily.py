@@ -40,12 +40,16 @@ def test_a_mistyped_verb_or_flag_gets_the_nearest_and_the_usage_of_its_verb(
     assert f"hint: {hint}" in errors
 
 
-def test_other_words_for_verbs(shell: Shell) -> None:
+def test_other_words_for_verbs(shell: Shell, tmp_path: Path) -> None:
     run_folder(deployment(name="one"))
     assert shell("ps")[1] == shell("ls")[1]
     assert shell("version")[1] == f"penstock {__version__}\n"
     assert shell("help", "up")[1] == shell("up", "--help")[1]
     assert shell("help")[1] == shell("--help")[1]
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "m.safetensors").write_bytes(b"weights")
+    for verb in ("pull", "fetch"):
+        assert shell(verb, str(tmp_path))[:2] == (0, f"{tmp_path}\n")
     for words in ("bench", "bench serve", "autoscale", "autoscale explain", "up"):
         assert f"examples:\n  penstock {words}" in shell("help", *words.split())[1]
     for verb in ("stop", "rm"):
@@ -146,13 +150,6 @@ def test_a_mistyped_flag_of_vllm_gets_the_nearest() -> None:
     assert serve_flags.meant("no-enable-prefix-cachng") == "enable-prefix-caching"
     for known in ("max-num-seqs", "max-num-seq", "no-enable-prefix-caching", "compilation-config.level", "a-new-one"):
         assert serve_flags.meant(known) is None
-
-
-def test_pull_downloads_the_model_and_says_where_it_is(shell: Shell, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "m.safetensors").write_bytes(b"weights")
-    for verb in ("pull", "fetch"):
-        assert shell(verb, str(tmp_path))[:2] == (0, f"{tmp_path}\n")
 
 
 def test_logs_are_of_living_replicas_and_of_a_time(shell: Shell) -> None:

@@ -83,19 +83,11 @@ def test_every_flag_of_the_contract_reaches_the_solver(asked: Asked) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        *(
-            ("--tensor 0", None),
-            ("--tensor two", None),
-            ("--tensor ²", None),
-            ("--max-model-len -1", None),
-            ("--ttft-ms 0", None),
-        ),
-        *(
-            ("--gpu-memory-utilization nan", None),
-            ("--gpu-memory-utilization 1.1", None),
-            ("--available-kv-gib inf", None),
-        ),
-        *(("--available-kv-gib 5,", None), ("--dtype int4", None), ("--no-such-flag", None), ("--gpu h200", None)),
+        *((f"--tensor {text}", None) for text in ("0", "two", "²")),
+        *((f"--gpu-memory-utilization {text}", None) for text in ("nan", "1.1")),
+        *((f"--available-kv-gib {text}", None) for text in ("inf", "5,")),
+        *((words, None) for words in ("--max-model-len -1", "--ttft-ms 0", "--dtype int4", "--no-such-flag")),
+        ("--gpu h200", None),
         *(("--tensor 2 --tensor 4", "given twice"), ("--plot {folder}/plan.pdf", "pictures are SVG")),
         *(("--plot {folder}/no/plan.svg", "no such folder"), ("--calibration {folder}/no.json", "cannot read")),
     ],

@@ -71,6 +71,7 @@ def silent(age_s: float, is_leased: bool = False) -> GatewayView:
 
 
 NOT_YET, LOST = "its node has not reported yet", "has not reported for 5 s: the machine or the network may be down"
+ON_SLURM = Placement("placed", placed_at=NOW - 60, where="job 7 on n1")
 AGAIN = History(replicas={"0": (Restart(NOW - 2, "node 0 was lost"),)})
 
 
@@ -78,10 +79,7 @@ AGAIN = History(replicas={"0": (Restart(NOW - 2, "node 0 was lost"),)})
     ("seen", "history", "state", "reason"),
     [
         (look(silent(9.0), r0=PLACED), History(), "silent", f"its node {LOST}"),
-        (
-            look(silent(9.0), r0=Placement("placed", placed_at=NOW - 60, where="job 7 on n1")),
-            *(History(), "silent", f"job 7 on n1 {LOST}"),
-        ),
+        (look(silent(9.0), r0=ON_SLURM), History(), "silent", f"job 7 on n1 {LOST}"),
         (look(silent(9.0), r0=Placement("placed", placed_at=NOW - 5)), History(), "starting", NOT_YET),
         (look(view(), r0=PLACED), History(), "starting", NOT_YET),
         (look(silent(3.0, True), r0=PLACED), AGAIN, "starting", NOT_YET),  # the lease is of the lost node
