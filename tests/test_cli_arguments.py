@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,21 +68,21 @@ def test_a_value_is_read() -> None:
 def test_a_second_value_is_refused_and_does_not_win(words: str) -> None:
     with pytest.raises(UserError, match="given twice"):
         main.parser().parse_args(words.split())
+
+
+def test_what_may_be_repeated_is_kept_whole() -> None:
     assert main.parser(["up"]).parse_args(["up", "--set", "a=1", "--set", "b=2", "-d", "-d"]).set == ["a=1", "b=2"]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_a_prompt_may_stand_before_and_after_options() -> None:
+    for words in (
         ("model", "Say hi", "--name", "r1", "--port", "0"),
         ("model", "--name", "r1", "--port", "0", "Say hi"),
         ("--name", "r1", "--port=0", "model", "Say hi"),
         ("model", "--name", "r1", "Say", "--port", "0", "-tp", "2", "hi"),
-    ],
-)
-def test_a_prompt_may_stand_before_and_after_options(words: Sequence[str]) -> None:
-    options = main.parser(["run"]).parse_args(["run", *words])
-    assert (options.source, options.name, options.port, " ".join(options.prompt)) == ("model", "r1", 0, "Say hi")
+    ):
+        options = main.parser(["run"]).parse_args(["run", *words])
+        assert (options.source, options.name, options.port, " ".join(options.prompt)) == ("model", "r1", 0, "Say hi")
 
 
 def test_words_for_a_chat_are_told_the_option_that_sends_them() -> None:

@@ -133,13 +133,16 @@ def wrong(found: list[Finding]) -> list[tuple[str, str]]:
 def test_what_is_wrong_on_a_node_is_named_with_its_cure(
     changes: dict[str, Any], expected: tuple[str, str], said: str, cure: str
 ) -> None:
-    for machine in (cpu_machine(), gpu_machine(2)):
-        healthy = findings.of_node(surveyed(machine=machine), deployment())
-        assert wrong(healthy) == [] and {finding.node for finding in healthy} == {"node0"}
     found = findings.of_node(surveyed(0, gpu_machine(2), **changes), deployment())
     assert wrong(found) == [expected]
     (bad,) = [finding for finding in found if finding.state != "ok"]
     assert said in bad.found and cure in (bad.cure or "")
+
+
+def test_a_healthy_node_has_nothing_wrong() -> None:
+    for machine in (cpu_machine(), gpu_machine(2)):
+        found = findings.of_node(surveyed(machine=machine), deployment())
+        assert wrong(found) == [] and {finding.node for finding in found} == {"node0"}
 
 
 def test_memory_of_a_gpu_that_another_process_holds_names_it() -> None:
