@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,10 @@ def test_what_waited_together_is_worth_less_and_a_drift_is_not_steady() -> None:
     assert bootstrap.quantile_difference(bursts, bursts[::-1], 0.999) is None
     assert not bootstrap.is_steady([value + index / 300 for index, value in enumerate(alone)])
     assert bootstrap.is_steady([1.0] * 50)
+    # An AR(1) series with 0.9 is worth n * (1 - 0.9) / (1 + 0.9): 74 of 1400.
+    together = list(itertools.accumulate(alone, lambda before, one: 0.9 * before + one))
+    assert 40 < bootstrap.effective_sample_size(together) < 150 < 1100 < bootstrap.effective_sample_size(alone)
+    assert bootstrap.effective_sample_size([]) == 0 and bootstrap.effective_sample_size([3.0] * 9) == 9
 
 
 def test_the_same_thing_twice_is_noise(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def test_what_has_no_time_cannot_be_replayed_and_a_pace_that_cannot_be_kept_is_r
         check(Pace(arrival="replay", n_requests=2), [0.0, None])
     for pace in (
         *(Pace(n_requests=1), Pace(rate=0.0, n_requests=1), Pace(rate=1e9, n_requests=1)),
+        Pace(rate=1.0, n_requests=1, arrival="replay"),
         Pace(rate=1.0, n_requests=1, arrival="gamma", burstiness=0.0),
         *(Pace(rate=1.0, n_requests=1, arrival="ramp", rate_from=-1.0), Pace(rate=1.0, n_requests=1, rate_from=0.5)),
     ):

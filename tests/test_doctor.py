@@ -261,6 +261,13 @@ def test_packets_of_several_sizes_are_named_although_all_nodes_reach_each_other(
     assert mtu.found == f"packets have several sizes (MTU): {nodes[0].name} 9000, {nodes[1].name} 1500"
 
 
+def test_on_cpus_the_wait_of_a_token_is_shown() -> None:
+    split, chain = (network.on_cpus(GLOO, layout, 40) for layout in (Parallel(tensor=2), Parallel(pipeline=2)))
+    assert split is not None and split.state == "ok"
+    assert "a token waits for 81 of them: 32.4 ms per token" in split.found
+    assert chain is not None and "by pipeline over nodes" in chain.found
+
+
 NAME = "someone/tiny"
 
 
