@@ -35,7 +35,12 @@ def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a browser was started with."""
     urls = list[str]()
-    monkeypatch.setattr(webbrowser, "open", lambda url: urls.append(url) is None)
+
+    def start(url: str) -> bool:
+        urls.append(url)
+        return True
+
+    monkeypatch.setattr(webbrowser, "open", start)
     return urls
 
 

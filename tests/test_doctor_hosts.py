@@ -65,7 +65,7 @@ class OverHosts(Target):
     def render(self, *_: object) -> Artifact:
         return Artifact((), {})
 
-    def place(self, *_: object) -> Any:
+    def place(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError
 
     status = logs = end = place
