@@ -9,13 +9,13 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub.constants
 import huggingface_hub.file_download as file_download
 import pytest
+from loopback_server import LoopbackHandler, LoopbackServer, running
 
 from penstock.models import fetch_files
 
@@ -32,7 +32,7 @@ def lfs(name: str, body: bytes) -> dict[str, dict[str, Any]]:
     return {"lfs": facts | {"oid": facts["sha256"]}} if name.endswith((".safetensors", ".gguf")) else {}
 
 
-class HubServer(ThreadingHTTPServer):
+class HubServer(LoopbackServer):
     """One repository, `files` by name. `asked`: methods and paths; `ranges`: names and first bytes of ranges.
 
     `cut`: a file of which only the first so many bytes come. `is_open`: until it is set, whole files of weights wait.
@@ -40,11 +40,9 @@ class HubServer(ThreadingHTTPServer):
     429. `elsewhere`: another hub, to which whole files of weights are redirected. `commit`: of each file's answer.
     """
 
-    daemon_threads = True
-
     def __init__(self, name: str, files: dict[str, bytes], address: str = "127.0.0.1", port: int = 0) -> None:
-        super().__init__((address, port), _Handler)
-        self.name, self.files, self.address = name, files, address
+        super().__init__(_Handler, address, port)
+        self.name, self.files = name, files
         self.asked: list[str] = []
         self.ranges: list[tuple[str, int]] = []
         self.cut: dict[str, int] = {}
@@ -58,52 +56,38 @@ class HubServer(ThreadingHTTPServer):
         self.is_open.set()
 
     @property
-    def url(self) -> str:
-        return f"http://{self.address}:{self.server_address[1]}"
-
-    @property
     def downloads(self) -> list[str]:
         return sorted(
             words.rpartition("/")[2] for words in self.asked if words.startswith("GET") and "resolve" in words
         )
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(LoopbackHandler):
     server: HubServer
 
     def do_HEAD(self) -> None:
-        self._reply()
+        self.do_GET()
 
     def do_GET(self) -> None:
-        self._reply()
-
-    def _reply(self) -> None:
         hub, path = self.server, self.path.partition("?")[0].lstrip("/")
         hub.asked.append(f"{self.command} {path}")
         hub.tokens.append(self.headers.get("Authorization"))
         if hub.status is not None:
-            return self._send(hub.status, b"", {})
+            return self.send(hub.status)
         if hub.n_busy and "/resolve/" in path:
             hub.n_busy -= 1
-            return self._send(429, b"slow down", {"RateLimit": '"resolvers";r=0;t=7'})
+            return self.send(429, b"slow down", {"RateLimit": '"resolvers";r=0;t=7'})
         if hub.elsewhere is not None and path.endswith(".safetensors"):
-            return self._send(302, b"", {"Location": f"{hub.elsewhere}{self.path}", "X-Repo-Commit": hub.commit})
+            return self.send(302, b"", {"Location": f"{hub.elsewhere}{self.path}", "X-Repo-Commit": hub.commit})
         api = f"api/models/{hub.name}"
         if hub.token is not None and self.headers.get("Authorization") != f"Bearer {hub.token}":
-            return self._send(401, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "ask first"})
+            return self.send(401, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "ask first"})
+        facts = [(name, len(body), git_sha1(body), lfs(name, body)) for name, body in hub.files.items()]
         if path in (f"{api}/revision/main", f"{api}/revision/{COMMIT}"):
-            siblings = [
-                {"rfilename": name, "size": len(body), "blobId": git_sha1(body)} | lfs(name, body)
-                for name, body in hub.files.items()
-            ]
+            siblings = [{"rfilename": name, "size": size, "blobId": git} | more for name, size, git, more in facts]
             return self._json({"id": hub.name, "modelId": hub.name, "sha": COMMIT, "siblings": siblings})
         if path == f"{api}/tree/{COMMIT}":
-            rows = [
-                {"type": "file", "path": name, "size": len(body), "oid": git_sha1(body)} | lfs(name, body)
-                for name, body in hub.files.items()
-            ]
-            return self._json(rows)
+            return self._json([{"type": "file", "path": n, "size": s, "oid": git} | more for n, s, git, more in facts])
         for revision in ("main", COMMIT):
             name = path.removeprefix(f"{hub.name}/resolve/{revision}/")
             if name != path and name in hub.files:
@@ -116,39 +100,26 @@ class _Handler(BaseHTTPRequestHandler):
                     last = int(wanted[2]) if wanted[2] else len(body) - 1
                     headers["Content-Range"] = f"bytes {int(wanted[1])}-{last}/{len(body)}"
                     cut = max(0, hub.cut[name] - int(wanted[1])) if name in hub.cut else None
-                    return self._send(206, body[int(wanted[1]) : last + 1], headers, cut)
+                    return self._file(206, body[int(wanted[1]) : last + 1], headers, cut)
                 if self.command == "GET" and name.endswith(".safetensors"):
                     hub.is_open.wait(60)
-                return self._send(200, body, headers, hub.cut.get(name))
-        return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+                return self._file(200, body, headers, hub.cut.get(name))
+        return self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
 
     def _json(self, value: object) -> None:
-        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+        self.send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-    def _send(self, status: int, body: bytes, headers: dict[str, str], cut: int | None = None) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            with contextlib.suppress(ConnectionError):  # a client that was killed
-                self.wfile.write(body if cut is None else body[:cut])
+    def _file(self, status: int, body: bytes, headers: dict[str, str], cut: int | None) -> None:
+        """Of which only the first so many bytes come."""
+        self.send(status, body[:cut], headers | {"Content-Length": str(len(body))})
         if cut is not None:
             self.close_connection = True
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 @contextlib.contextmanager
 def serving(name: str, files: dict[str, bytes], address: str = "127.0.0.1") -> Iterator[HubServer]:
-    with HubServer(name, files, address) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+    with running(HubServer(name, files, address)) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @contextlib.contextmanager

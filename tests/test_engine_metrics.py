@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_rig import Client, Engine, Rig, Seen, chunk, hang_up, say
+from gateway_rig import CHAT, TOKEN, Client, Engine, Rig, Seen, chunk, echo, hang_up, rig_with, say
 from prometheus_client.parser import text_string_to_metric_families
 from virtual_loop import advance
 
 from penstock.gateway import engine_metrics
 from penstock.gateway.metrics import CONTENT_TYPE
 from penstock.spec.gateway import Upstream
+from penstock.wire.announcement import engine_key
 
 PAGE = (Path(__file__).parent / "golden/vllm-0.32.0/metrics.txt").read_bytes()
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
@@ -39,10 +40,12 @@ async def series(client: Client, headers: str = "") -> dict[str, dict[str, float
 
 async def test_every_replica_is_in_the_page_with_its_labels() -> None:
     async with Rig(**FAMILIES) as rig:
+        client = await rig.client()
+        assert await series(client) == {}
         for name in ("a", "b"):
             engine = await rig.engine(say(page(PAGE)), name)
             await rig.announce(name, engine.url, "loading", host=f'n"{name}')
-        client = await rig.client()
+        await advance(60)
         got = await series(client)
         assert got["vllm:generation_tokens_total"] == {"a": 105.0, "b": 105.0}
         assert got["penstock_engine_scrape_up"] == {"a": 1.0, "b": 1.0}
@@ -66,18 +69,18 @@ async def endless(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.Stre
         await writer.drain()
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        bad,
-        hang_up,
-        endless,
-        say(b"HTTP/1.1 501 No\r\nContent-Length: 2\r\n\r\nno"),
-        say(HEAD % 9 + b"vllm:", then_close=True),
-    ]
-    + [say(b"nonsense\r\n\r\n"), say(HEAD % (2**40) + PAGE)],
-    ids=["hangs", "hangs up", "endless", "501", "torn", "no HTTP", "100 MB"],
-)
+BAD = {
+    "hangs": bad,
+    "hangs up": hang_up,
+    "endless": endless,
+    "501": say(b"HTTP/1.1 501 No\r\nContent-Length: 2\r\n\r\nno"),
+    "torn": say(HEAD % 9 + b"vllm:", then_close=True),
+    "no HTTP": say(b"nonsense\r\n\r\n"),
+    "100 MB": say(HEAD % (2**40) + PAGE),
+}
+
+
+@pytest.mark.parametrize("reply", BAD.values(), ids=BAD)
 async def test_a_bad_engine_is_left_out_and_reported(reply: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_metrics, "PAGE_BYTES_MAX", 100_000)
     async with Rig(**FAMILIES) as rig:
@@ -130,8 +133,9 @@ async def test_a_client_that_leaves_does_not_end_the_scrape_of_others() -> None:
         assert (await answer)["penstock_engine_scrape_up"] == {"0": 1.0}
 
 
-@pytest.mark.parametrize("needs_key", [True, False])
-async def test_engines_are_asked_with_their_key(needs_key: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("needs_key", "brought"), [(True, engine_key(TOKEN)), (False, "clients-own")])
+async def test_engines_are_asked_with_their_key(needs_key: bool, brought: str, tmp_path: Path) -> None:
+    """For their metrics, and in place of the client's own with its requests."""
     key = tmp_path / "key"
     key.touch(0o600)
     key.write_text("foreign")
@@ -147,6 +151,11 @@ async def test_engines_are_asked_with_their_key(needs_key: bool, tmp_path: Path)
         assert (asked[0].head.get(b"authorization") is not None) == needs_key
         assert asked[1].head.get(b"authorization") == b"Bearer foreign"
     await foreign.stop()
+    async with rig_with(echo, engines_need_key=needs_key) as (_, engine, client):
+        client.post(CHAT, headers="Authorization: Bearer clients-own\r\n")
+        assert (await client.response())[0].status == 200
+        given = [value for name, value in engine.seen[0].head.headers if name == b"authorization"]
+        assert given == [f"Bearer {brought}".encode()]
 
 
 async def test_a_slow_client_gets_the_whole_page_and_holds_up_nobody() -> None:
@@ -158,8 +167,3 @@ async def test_a_slow_client_gets_the_whole_page_and_holds_up_nobody() -> None:
         assert (await slow.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
         assert (await other.get("/health").response())[0].status == 200
         assert (await slow.reader.read()).count(b"vllm:g{") == 100_000
-
-
-async def test_without_replicas_the_page_is_empty_and_whole() -> None:
-    async with Rig(**FAMILIES) as rig:
-        assert await series(await rig.client()) == {}

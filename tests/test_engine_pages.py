@@ -62,6 +62,7 @@ def test_hostile_values_of_labels_stay_as_they_are() -> None:
     assert len(samples(out)) == 2 * len(values)
     for index, value in enumerate(values):
         assert f'vllm:g{{replica="1",engine="0",model_name="{value}"}} {index}\n' in out
+    assert 'a="\ufffd"' in merged(b'# TYPE vllm:g gauge\nvllm:g{a="\xff"} 1\n'), "bytes that are no text"
 
 
 def test_a_label_of_ours_that_an_engine_sets_is_exported() -> None:
@@ -102,8 +103,8 @@ def test_odd_lines_are_understood_or_left_out(line: str, expected: str | None) -
 def test_a_broken_line_costs_no_other_line(end: str) -> None:
     page = gauge('{engine="0"} 1', f'{{engine="1{end}', '{engine="2"} 3')
     lines = [line for line in merged(page, gauge('{engine="0"} 5')).splitlines() if line[0] != "#"]
-    assert lines == [f'vllm:g{{replica="{row}"}}'.replace("}", f',engine="{engine}"}} {value}')
-                     for row, engine, value in ((0, 0, 1), (0, 2, 3), (1, 0, 5))]  # fmt: skip
+    kept = (("0", "0", 1), ("0", "2", 3), ("1", "0", 5))
+    assert lines == [f'vllm:g{{replica="{row}",engine="{engine}"}} {value}' for row, engine, value in kept]
 
 
 def test_old_names_become_present_ones_and_a_page_with_both_shows_the_present_one() -> None:
@@ -130,17 +131,10 @@ def test_what_is_no_family_of_an_engine_is_left_out() -> None:
     )
 
 
-def test_help_and_comments_may_stand_anywhere() -> None:
+def test_comments_may_stand_anywhere_and_a_family_that_comes_twice_or_with_another_kind_counts_once() -> None:
     page = '# TYPE vllm:g gauge\n# HELP vllm:g About.\nvllm:g{a="1"} 1\n\n# a comment\nvllm:g{a="2"} 2\n# EOF\n'
     assert samples(merged(page)) == samples(merged(gauge('{a="1"} 1', '{a="2"} 2')))
-
-
-def test_a_family_that_comes_twice_or_with_another_kind_counts_once() -> None:
     page, counter = gauge('{a="1"} 1'), gauge('{a="1"} 7').replace("gauge", "counter")
     assert merged(page + page) == merged(page)
     assert merged(page, counter) == merged(page)
     assert merged(page, counter, page).count("vllm:g{") == 2
-
-
-def test_bytes_that_are_no_text_do_not_break_the_page() -> None:
-    assert 'a="\ufffd"' in merged(b'# TYPE vllm:g gauge\nvllm:g{a="\xff"} 1\n')

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from gateway_rig import CHAT, TOKEN, echo, rig_with
 from samples import DEMO, LLAMA_70B, cpu_machine, demo_plan, deployment, gpu_machine
 
 from penstock import engines
@@ -23,8 +22,8 @@ from penstock.engines.vllm.key_middleware import RequireKey
 from penstock.errors import Problem
 from penstock.planner import Plan, launch
 from penstock.planner.launch import Sized
-from penstock.spec.deployment import Scalar
-from penstock.wire.announcement import Progress, engine_key, scrape_key
+from penstock.spec.deployment import Deployment, Scalar
+from penstock.wire.announcement import Progress, scrape_key
 
 GOLDEN = Path(__file__).parent / "golden"
 RECORDED = GOLDEN / "vllm-0.32.0"
@@ -38,7 +37,11 @@ def cpu_plan(**fields: Any) -> Plan:
     return launch.make(wanted, DEMO, cpu_machine(), "vllm", "0.32.0+cpu", 1)
 
 
-# An expert layout of a dense model cannot be planned, but its command line can be made.
+def on_gpus(wanted: Deployment) -> Plan:
+    """An expert layout of a dense model cannot be planned, but its command line can be made."""
+    return launch.make_on_gpus(wanted, LLAMA_70B, gpu_machine(4), "0.33.0", 1, Sized(not_modelled="it is dense"))
+
+
 TP4 = deployment(
     "meta-llama/Llama-3.1-70B-Instruct",
     parallel={"tensor": 4, "expert": True},
@@ -48,7 +51,7 @@ PLANS = {
     "cpu": cpu_plan(engine={"args": {"seed": 7}, "env": {"OMP_NUM_THREADS": "3"}}),
     "cpu-tp2": cpu_plan(parallel={"tensor": 2}),
     "cpu-pp2": cpu_plan(parallel={"pipeline": 2}),
-    "cuda-tp4": launch.make_on_gpus(TP4, LLAMA_70B, gpu_machine(4), "0.33.0", 1, Sized(not_modelled="it is dense")),
+    "cuda-tp4": on_gpus(TP4),
 }
 
 
@@ -89,11 +92,8 @@ def test_promised_latencies_are_bounds_of_its_histograms() -> None:
     flag = names.FLAGS["buckets"]
     plan = cpu_plan(workload={"ttft_ms": 700, "tpot_ms": 33.5})
     families = json.loads(flag_value(plan, flag) or "")
-    added = [
-        set(families[names.TOKEN_GAP_FAMILY]) - set(names.TOKEN_GAP_BUCKETS_S),
-        set(families[names.FIRST_TOKEN_FAMILY]) - set(names.FIRST_TOKEN_BUCKETS_S),
-    ]
-    assert added == [{0.0335}, {0.7}]
+    assert set(families[names.TOKEN_GAP_FAMILY]) - set(names.TOKEN_GAP_BUCKETS_S) == {0.0335}
+    assert set(families[names.FIRST_TOKEN_FAMILY]) - set(names.FIRST_TOKEN_BUCKETS_S) == {0.7}
     assert all(bounds == sorted(bounds) for bounds in families.values())
     for version in ("0.31.0", "unknown", "0.11.2"):
         assert flag_value(msgspec.structs.replace(plan, engine_version=version), flag) is None
@@ -118,8 +118,7 @@ def test_its_spans_go_to_the_collector_of_the_gateway(monkeypatch: pytest.Monkey
 
 
 def cuda_plan(**engine: Any) -> Plan:
-    wanted = msgspec.structs.replace(TP4, engine=deployment(engine=engine).engine)
-    return launch.make_on_gpus(wanted, LLAMA_70B, gpu_machine(4), "0.33.0", 1, Sized(not_modelled="it is dense"))
+    return on_gpus(msgspec.structs.replace(TP4, engine=deployment(engine=engine).engine))
 
 
 def test_sleep_opens_its_routes_and_wakes_from_level_2_with_the_weights_before_the_cache() -> None:
@@ -127,10 +126,8 @@ def test_sleep_opens_its_routes_and_wakes_from_level_2_with_the_weights_before_t
     command = VLLM.command(plan, PLACE)
     assert "--enable-sleep-mode" in command.argv
     assert command.env["VLLM_SERVER_DEV_MODE"] == "1"
-    assert (
-        VLLM.command(cuda_plan(sleep={}, args={"enable_sleep_mode": True}), PLACE).argv.count("--enable-sleep-mode")
-        == 1
-    )
+    own = cuda_plan(sleep={}, args={"enable_sleep_mode": True})
+    assert VLLM.command(own, PLACE).argv.count("--enable-sleep-mode") == 1
     assert "VLLM_SERVER_DEV_MODE" not in VLLM.command(cuda_plan(), PLACE).env
     assert [call.path for call in VLLM.sleep_calls(1)] == ["/sleep?level=1&mode=wait"]
     assert VLLM.wake_calls(1) == (Call("/wake_up"),)
@@ -177,6 +174,9 @@ def test_flags_that_are_gone_or_that_penstock_sets_are_refused_with_what_to_do()
     assert VLLM.problems({"seed": 1, "max-num-seqs": 2}) == [], "others are left to vLLM"
 
 
+HALF = 141_107_412_992 / 2 / 40  # bytes a second, when half of them came in 40 s
+
+
 def read(lines: list[str], made: Plan | None = None) -> list[Seen]:
     """What is seen after each line that says something."""
     seen, found = START, []
@@ -189,39 +189,50 @@ def read(lines: list[str], made: Plan | None = None) -> list[Seen]:
 
 
 def test_a_recorded_start_is_read_stage_by_stage() -> None:
+    """On the CPU; and that of an 8B model of dummy weights on one H200, vLLM 0.33.0."""
     # As engine_process cuts it: a carriage return ends a line too.
     found = read((RECORDED / "start.log").read_text().replace("\r", "\n").splitlines())
     stages = list(dict.fromkeys(seen.progress.stage for seen in found))
     assert stages == ["config", "engine", "weights", "kv cache", "server", "probe"]
     fractions = [seen.progress.fraction for seen in found if seen.progress.fraction is not None]
-    assert fractions == sorted(fractions)
-    assert len(fractions) == len(found)
+    assert fractions == sorted(fractions) and len(fractions) == len(found)
     assert found[-1].measured == {"load_s": 0.02, "kv_cache_tokens": 32768.0, "concurrency": 64.0, "init_s": 0.19}
+
+    found = read((GOLDEN / "vllm-0.33.0" / "h200-start.log").read_text("utf-8").splitlines())
+    stages = [stage for stage, _ in itertools.groupby(seen.progress.stage for seen in found)]
+    assert stages == ["config", "engine", "weights", "compile", "graphs", "kv cache", "graphs", "server", "probe"]
+    times = {"compile_s": 17.1, "graphs_s": 5.0, "init_s": 47.23}
+    sizes = {"weights_gib": 15.0, "graphs_gib": 0.92, "consumed_gib": 15.68, "peak_gib": 1.96}
+    cache = {"kv_cache_gib": 110.98, "kv_cache_tokens": 909_136.0, "concurrency": 110.98}
+    assert found[-1].measured == {**times, **sizes, **cache}
+    assert read(["", "hello", "INFO:     127.0.0.1:1 - GET /health 200 OK"]) == [], "lines that say nothing"
 
 
 @pytest.mark.parametrize(
-    ("words", "progress"),
+    ("line", "progress"),
     [
-        ("50% Completed | 15/30 [00:40<01:20,  2.1s/it]", ("weights", 15, 30, 141_107_412_992 / 2 / 40, 80.0, 0.6)),
+        ("safetensors checkpoint shards:  50% Completed | 15/30 [00:40<01:20,  2.1s/it]", (15, 30, HALF, 80.0, 0.6)),
         (
-            "10% Completed | 3/30 [1:00:10<9:01:30, 1203.3s/it]",
-            ("weights", 3, 30, 141_107_412_992 * 0.1 / 3610, 9 * 3600 + 90, 0.52),
+            "safetensors checkpoint shards:  10% Completed | 3/30 [1:00:10<9:01:30, 1203.3s/it]",
+            (3, 30, 141_107_412_992 * 0.1 / 3610, 9 * 3600 + 90, 0.52),
         ),
-        ("0% Completed | 0/4 [00:00<?, ?it/s]", ("weights", 0, 4, None, None, 0.5)),
-        ("0% Completed | 0/4 ", ("weights", 0, 4, None, None, 0.5)),
+        ("safetensors checkpoint shards:  0% Completed | 0/4 [00:00<?, ?it/s]", (0, 4, None, None, 0.5)),
+        ("safetensors checkpoint shards:  0% Completed | 0/4 ", (0, 4, None, None, 0.5)),
+        # Other formats.
+        (
+            "safetensors using InstantTensor loader:  50% Completed | 65.7G/131G [00:40<00:40, 1.6GB/s]",
+            (None, None, HALF, 40.0, 0.6),
+        ),
+        (
+            "safetensors using Runai Model Streamer:  50% Completed | 362/723 [00:40<00:40, 1.6GB/s]",
+            (None, None, HALF, 40.0, 0.6),
+        ),
     ],
 )
-def test_shards_are_counted_with_speed_and_time_left(words: str, progress: tuple[Any, ...]) -> None:
+def test_weights_are_shown_with_speed_and_time_left(line: str, progress: tuple[Any, ...]) -> None:
     plan = msgspec.structs.replace(demo_plan("vllm"), model=LLAMA_70B)
-    (seen,) = read([f"Loading safetensors checkpoint shards:  {words}"], plan)
-    assert seen.progress == Progress(*progress)
-
-
-def test_other_load_formats_show_how_far_they_are() -> None:
-    plan = msgspec.structs.replace(demo_plan("vllm"), model=LLAMA_70B)
-    for head in ("InstantTensor loader:  50% Completed | 65.7G/131G", "Runai Model Streamer:  50% Completed | 362/723"):
-        (seen,) = read([f"Loading safetensors using {head} [00:40<00:40, 1.6GB/s]"], plan)
-        assert seen.progress == Progress("weights", None, None, 141_107_412_992 / 2 / 40, 40.0, 0.6)
+    (seen,) = read([f"Loading {line}"], plan)
+    assert seen.progress == Progress("weights", *progress)
     (seen,) = read(["Multi-thread loading shards:  50% Completed | 15/30 [00:40<01:20,  2.1s/it]"], plan)
     assert (seen.progress.shards_done, seen.progress.shards_total) == (15, 30)
 
@@ -238,10 +249,6 @@ def test_of_several_ranks_the_fullest_counts() -> None:
     assert read(lines)[-1].measured == {"kv_cache_gib": 34.9, "consumed_gib": 33.9, "peak_gib": 2.4}
 
 
-def test_lines_that_say_nothing_change_nothing() -> None:
-    assert read(["", "hello", "INFO:     127.0.0.1:1 - GET /health 200 OK"]) == []
-
-
 DEATHS = yaml.safe_load((GOLDEN / "vllm-deaths.yaml").read_text("utf-8"))
 
 
@@ -255,12 +262,9 @@ def test_a_death_is_explained(row: dict[str, Any]) -> None:
     assert (diagnosis.hint is None) == (row["hint"] is None)
 
 
-def test_every_row_of_deaths_is_tried() -> None:
+def test_every_row_of_deaths_is_tried_and_recorded_refusals_are_explained() -> None:
     tried = {next(death for death in names.DEATHS if death.pattern.search(row["line"])) for row in DEATHS}
     assert tried == set(names.DEATHS)
-
-
-def test_recorded_refusals_are_explained() -> None:
     logs = {
         "start_refused_memory.log": "less than desired CPU memory utilization (0.999, 6.58 GiB)",
         "start_refused_no_blocks.log": "no memory is left for the KV cache after the weights",
@@ -295,29 +299,17 @@ def test_the_lines_shown_of_a_death_hold_its_cause() -> None:
 def test_an_absent_vllm_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     missing = VLLM.missing()
-    assert missing is not None
-    assert missing.reason == "the package vllm is not installed in this Python"
+    assert missing is not None and missing.reason == "the package vllm is not installed in this Python"
     assert "pip install vllm" in missing.install
 
 
 def test_engines_are_loaded_by_name_and_the_fake_one_takes_every_argument() -> None:
-    assert {name: engines.load(name).name for name in engines.TABLE} == {name: name for name in engines.TABLE}
+    assert [engines.load(name).name for name in engines.TABLE] == list(engines.TABLE)
     fake = engines.load("fake")
     assert fake.problems({"model": 1, "swap-space": 1}) == []
     argv = fake.command(demo_plan("fake", args={"ttft-s": 0}), PLACE).argv
     assert argv[1:3] == ("-m", "penstock.testing.fake_engine")
     assert argv[-2:] == ("--ttft-s", "0")
-
-
-def test_a_whole_start_on_a_gpu_is_read_from_its_log() -> None:
-    """The log of an 8B model of dummy weights on one H200, vLLM 0.33.0: each stage in order, each number."""
-    found = read((GOLDEN / "vllm-0.33.0" / "h200-start.log").read_text("utf-8").splitlines())
-    stages = [stage for stage, _ in itertools.groupby(seen.progress.stage for seen in found)]
-    assert stages == ["config", "engine", "weights", "compile", "graphs", "kv cache", "graphs", "server", "probe"]
-    times = {"compile_s": 17.1, "graphs_s": 5.0, "init_s": 47.23}
-    sizes = {"weights_gib": 15.0, "graphs_gib": 0.92, "consumed_gib": 15.68, "peak_gib": 1.96}
-    cache = {"kv_cache_gib": 110.98, "kv_cache_tokens": 909_136.0, "concurrency": 110.98}
-    assert found[-1].measured == {**times, **sizes, **cache}
 
 
 # ---- the key of an engine that listens beyond loopback --------------------------------------------------------------
@@ -340,33 +332,30 @@ async def asked(scope: dict[str, Any]) -> list[dict[str, Any]]:
     return sent
 
 
+MINE, PROMETHEUS = ([(b"authorization", f"Bearer {key}".encode())] for key in ("k1", scrape_key("k1")))
+
+
 @pytest.mark.parametrize(
-    ("headers", "status"),
+    ("headers", "path", "status"),
     [
-        ([(b"authorization", b"Bearer k1")], 204),
-        ([(b"authorization", b"Bearer k2")], 401),
-        ([(b"authorization", b"bearer k1")], 401),
-        ([(b"authorization", b"Bearer k1"), (b"authorization", b"Bearer k1")], 401),
-        ([(b"x-api-key", b"k1")], 401),
-        ([], 401),
+        *((MINE, path, 204) for path in ("/v1/completions", "/invocations", "/metrics", "/health")),
+        *(
+            (wrong, path, 401)
+            for wrong in ([(b"authorization", b"Bearer k2")], [(b"authorization", b"bearer k1")], MINE * 2, [])
+            for path in ("/v1/completions", "/invocations", "/metrics", "/health")
+        ),
+        ([(b"x-api-key", b"k1")], "/health", 401),
+        # That of Prometheus opens the metrics alone.
+        *((PROMETHEUS, path, 401) for path in ("/metrics/", "/v1/completions", "/health")),
+        (PROMETHEUS, "/metrics", 204),
     ],
 )
-def test_vllm_asks_everybody_on_every_path(
-    monkeypatch: pytest.MonkeyPatch, headers: list[tuple[bytes, bytes]], status: int
+def test_vllm_asks_everybody_on_every_path_for_the_key(
+    monkeypatch: pytest.MonkeyPatch, headers: list[tuple[bytes, bytes]], path: str, status: int
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "k1")
-    for path in ("/v1/completions", "/invocations", "/metrics", "/health"):
-        sent = asyncio.run(asked({"type": "http", "path": path, "headers": headers}))
-        assert sent[0]["status"] == status, path
-
-
-def test_the_key_of_prometheus_opens_the_metrics_of_vllm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, "k1")
-    headers = [(b"authorization", f"Bearer {scrape_key('k1')}".encode())]
-    statuses = {"/metrics": 204, "/metrics/": 401, "/v1/completions": 401, "/health": 401}
-    for path, status in statuses.items():
-        sent = asyncio.run(asked({"type": "http", "path": path, "headers": headers}))
-        assert sent[0]["status"] == status, path
+    sent = asyncio.run(asked({"type": "http", "path": path, "headers": headers}))
+    assert sent[0]["status"] == status
 
 
 def test_a_websocket_without_the_key_is_closed_and_what_is_no_request_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,16 +363,3 @@ def test_a_websocket_without_the_key_is_closed_and_what_is_no_request_passes(mon
     sent = asyncio.run(asked({"type": "websocket", "path": "/v1/realtime", "headers": []}))
     assert sent == [{"type": "websocket.close", "code": 1008}]
     assert asyncio.run(asked({"type": "lifespan"}))[0]["status"] == 204
-
-
-@pytest.mark.parametrize(("needs_key", "key"), [(True, engine_key(TOKEN)), (False, "clients-own")])
-def test_the_gateway_brings_the_key_in_place_of_the_clients_own(needs_key: bool, key: str) -> None:
-    async def talk() -> None:
-        async with rig_with(echo, engines_need_key=needs_key) as (_, engine, client):
-            client.post(CHAT, headers="Authorization: Bearer clients-own\r\n")
-            head, _, _ = await client.response()
-            assert head.status == 200
-            given = [value for name, value in engine.seen[0].head.headers if name == b"authorization"]
-            assert given == [f"Bearer {key}".encode()]
-
-    asyncio.run(asyncio.wait_for(talk(), 10))

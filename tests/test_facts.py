@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import struct
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loopback_server import LoopbackHandler, LoopbackServer, running
 
 from penstock.errors import UserError
 from penstock.models import StoredTensor, catalog, facts, files
@@ -40,23 +38,17 @@ INDEX = {
 }
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(LoopbackServer):
     """A hub: files by path ("name/resolve/main/x"), what was asked, and how it misbehaves."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.files: dict[str, bytes] = {}
         self.moved: dict[str, str] = {}
         self.refused: dict[str, tuple[int, str]] = {}
         self.token: str | None = None
         self.n_broken = 0
         self.asked: list[tuple[str, str | None, str | None]] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
     def add(self, name: str, **files: bytes) -> None:
         self.files |= {f"{name}/resolve/main/{path.replace('__', '.')}": body for path, body in files.items()}
@@ -66,8 +58,8 @@ class Hub(ThreadingHTTPServer):
         return [path.rpartition("/")[2] for path, _, _ in self.asked]
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(LoopbackHandler):
+    protocol_version = "HTTP/1.0"
     server: Hub
 
     def do_GET(self) -> None:
@@ -76,41 +68,16 @@ class _Handler(BaseHTTPRequestHandler):
         hub.asked.append((path, token, wanted))
         if hub.n_broken:
             hub.n_broken -= 1
-            return self._answer(500, b"")
+            return self.send(500)
         if path in hub.moved:
-            return self._answer(302, b"", ("Location", hub.moved[path]))
+            return self.send(302, headers={"Location": hub.moved[path]})
         if path in hub.refused or (hub.token and token != f"Bearer {hub.token}"):
             status, code = hub.refused.get(path, (401, "GatedRepo"))
-            return self._answer(status, b"", ("X-Error-Code", code), ("X-Error-Message", "ask first"))
+            return self.send(status, headers={"X-Error-Code": code, "X-Error-Message": "ask first"})
         if path not in hub.files:
-            return self._answer(404, b"", ("X-Error-Code", "EntryNotFound"))
-        body, commit = hub.files[path], ("X-Repo-Commit", "c0ffee")
-        if wanted:
-            end = int(wanted.removeprefix("bytes=0-")) + 1
-            return self._answer(206, body[:end], commit)
-        return self._answer(200, body, commit)
-
-    def _answer(self, status: int, body: bytes, *headers: tuple[str, str]) -> None:
-        self.send_response(status)
-        for name, value in headers:
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def serving() -> Iterator[Hub]:
-    with Hub() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+            return self.send(404, headers={"X-Error-Code": "EntryNotFound"})
+        end = int(wanted.removeprefix("bytes=0-")) + 1 if wanted else None
+        return self.send(206 if wanted else 200, hub.files[path][:end], {"X-Repo-Commit": "c0ffee"})
 
 
 @pytest.fixture
@@ -120,7 +87,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    with serving() as server:
+    with running(Hub()) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         yield server
 
@@ -242,7 +209,7 @@ def test_the_token_goes_to_the_hub_and_to_no_other_host(served: Hub, monkeypatch
     served.add(NAME, model__safetensors=ONE)
     served.files["renamed/config.json"] = as_json(CONFIG)
     served.moved[f"{NAME}/resolve/main/config.json"] = "/renamed/config.json"
-    with serving() as other:
+    with running(Hub()) as other:
         other.files["blob"] = ONE
         served.moved[f"{NAME}/resolve/main/model.safetensors"] = f"{other.url}/blob"
         assert facts.read(NAME).index_bytes == 13_056

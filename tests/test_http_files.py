@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import ssl
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from loopback_server import LoopbackHandler, LoopbackServer, running
 
 from penstock.errors import PenstockError, UserError
 from penstock.models import http_files
@@ -20,22 +20,17 @@ BODY = bytes(range(256)) * 8
 HIDDEN = {"Authorization": "Bearer hidden"}
 
 
-class Server(ThreadingHTTPServer):
+class Server(LoopbackServer):
     """Answers with `reply(handler)`. `asked`: the target, Authorization and Range of each request."""
 
-    daemon_threads = True
-
-    def __init__(self, reply: Callable[[BaseHTTPRequestHandler], None]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, reply: Callable[[LoopbackHandler], None]) -> None:
+        super().__init__(_Handler)
         self.reply = reply
         self.asked: list[tuple[str, str | None, str | None]] = []
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(LoopbackHandler):
+    protocol_version = "HTTP/1.0"
     server: Server
 
     def do_GET(self) -> None:
@@ -46,19 +41,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.asked.append((self.path, self.headers.get("Proxy-Authorization"), None))
         self.send_error(407)
 
-    def log_message(self, *_: object) -> None:
-        pass
 
-
-def reply(status: int, body: bytes = b"", **headers: str) -> Callable[[BaseHTTPRequestHandler], None]:
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(status)
-        for name, value in ({"Content-Length": str(len(body))} | headers).items():
-            handler.send_header(name.replace("_", "-"), value)
-        handler.end_headers()
-        handler.wfile.write(body)
-
-    return answer
+def reply(status: int, body: bytes = b"", **headers: str) -> Callable[[LoopbackHandler], None]:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return lambda handler: handler.send(status, body, named)
 
 
 @pytest.fixture
@@ -66,17 +52,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
-    servers: list[Server] = []
-
-    def start(answer: Callable[[BaseHTTPRequestHandler], None]) -> Server:
-        servers.append(Server(answer))
-        threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    with contextlib.ExitStack() as stack:
+        yield lambda answer: stack.enter_context(running(Server(answer)))
 
 
 def fetch(url: str, part: PartFile, n_bytes: int = len(BODY)) -> None:
@@ -96,15 +73,13 @@ def test_bytes_are_hashed_as_they_come_and_those_before_once(serve: Callable[...
 
 def test_a_token_stays_at_its_own_scheme_host_and_port(serve: Callable[..., Server], tmp_path: Path) -> None:
     other = serve(reply(200, BODY))
-    first = serve(lambda handler: reply(307, Location="/again")(handler))
-    first.reply = lambda handler: reply(302, Location="/b" if handler.path == "/a" else f"{other.url}/x?sig=1 2")(
-        handler
-    )
+    places = {"/a": "/b", "/b": f"{other.url}/x?sig=1 2"}
+    first = serve(lambda handler: handler.send(302, headers={"Location": places[handler.path]}))
     part = PartFile(tmp_path / "part")
     fetch(f"{first.url}/a", part)
     assert [row[:2] for row in first.asked] == [("/a", "Bearer hidden"), ("/b", "Bearer hidden")]
     assert [row[:2] for row in other.asked] == [("/x?sig=1%202", None)] and part.n_bytes == len(BODY)
-    answer = http_files.get("f", f"{first.url}/c", HIDDEN)
+    answer = http_files.get("f", f"{first.url}/b", HIDDEN)
     secure = answer._replace(url=answer.url.replace("http:", "https:"))
     with pytest.raises(UserError, match="without encryption"):
         http_files.follow(secure)
@@ -152,11 +127,8 @@ def test_what_cannot_be_used_is_said(serve: Callable[..., Server], tmp_path: Pat
     server = serve(reply(503, b"too\nmany  things", Retry_After="7"))
     with pytest.raises(http_files.StatusError) as refused:
         fetch(server.url, PartFile(tmp_path / "part"))
-    assert (refused.value.status, refused.value.words, refused.value.headers["retry-after"]) == (
-        503,
-        "too many things",
-        "7",
-    )
+    error = refused.value
+    assert (error.status, error.words, error.headers["retry-after"]) == (503, "too many things", "7")
     server.reply = reply(200, BODY, Content_Encoding="gzip")
     with pytest.raises(UserError, match="sends it compressed"):
         fetch(server.url, PartFile(tmp_path / "part"))
@@ -193,17 +165,8 @@ def test_a_private_authority_is_trusted_when_it_is_named(
     serve: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "ca.pem"
-    argv = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1"]
-    argv += [
-        "-subj",
-        "/CN=127.0.0.1",
-        "-addext",
-        "subjectAltName=IP:127.0.0.1",
-        "-keyout",
-        str(key),
-        "-out",
-        str(certificate),
-    ]
+    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=127.0.0.1"
+    argv = ["openssl", *words.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
     subprocess.run(argv, check=True, capture_output=True)
     server = serve(reply(200, BODY))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from loopback_server import LoopbackHandler, LoopbackServer, running
 
 from penstock.errors import PenstockError, UserError
 from penstock.models import modelscope, sources
@@ -21,74 +20,52 @@ FILES = {"config.json": b"{}", "model.safetensors": TENSORS, "README.md": b"word
 SOURCE = sources.parse("ms://org/tiny")
 
 
-class Site(ThreadingHTTPServer):
+class Site(LoopbackServer):
     """`asked`: paths, Range and Authorization of each request. `status`: answers everything with it. `cut`: sends so
     many bytes of a file. `elsewhere`: redirects to files there. `ranges`: obeys them."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.asked: list[tuple[str, str | None, str | None]] = []
         self.status, self.cut = 200, len(TENSORS)
         self.elsewhere: str | None = None
         self.obeys_ranges = True
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(LoopbackHandler):
+    protocol_version = "HTTP/1.0"
     server: Site
 
     def do_GET(self) -> None:
         site, parts = self.server, urlsplit(self.path)
         site.asked.append((parts.path, self.headers.get("Range"), self.headers.get("Authorization")))
         if site.status != 200 or "/org/tiny/" not in parts.path:
-            return self._send(site.status if site.status != 200 else 404, b"")
+            return self.send(site.status if site.status != 200 else 404)
         if parts.path.endswith("/repo/files"):
             rows = [
                 {"Path": name, "Type": "blob", "Size": len(data), "Sha256": hashlib.sha256(data).hexdigest()}
                 for name, data in FILES.items()
             ]
             rows.append({"Path": "sub", "Type": "tree"})
-            return self._send(200, json.dumps({"Code": 200, "Data": {"Files": rows}}).encode())
+            return self.send(200, json.dumps({"Code": 200, "Data": {"Files": rows}}).encode())
         if site.elsewhere is not None:
-            return self._send(302, b"", {"Location": f"{site.elsewhere}{self.path}"})
+            return self.send(302, b"", {"Location": f"{site.elsewhere}{self.path}"})
         data, begin = FILES[parse_qs(parts.query)["FilePath"][0]], 0
         if site.obeys_ranges and "Range" in self.headers:
             begin = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
         length = {"Content-Length": str(len(data) - begin)}
         if begin:
             length["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
-        return self._send(206 if begin else 200, data[begin : begin + site.cut], length)
-
-    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in (headers or {"Content-Length": str(len(body))}).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
+        return self.send(206 if begin else 200, data[begin : begin + site.cut], length)
 
 
 @pytest.fixture
 def sites(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Site, Site]]:
     """The site itself, and another host."""
-    both = (Site(), Site())
-    threads = [threading.Thread(target=site.serve_forever, args=(0.01,), daemon=True) for site in both]
-    for thread in threads:
-        thread.start()
-    monkeypatch.setattr(modelscope, "endpoint", lambda: both[0].url)
     monkeypatch.setenv("MODELSCOPE_API_TOKEN", "hidden")
-    yield both
-    for site, thread in zip(both, threads, strict=True):
-        site.shutdown()
-        site.server_close()
-        thread.join()
+    with running(Site()) as site, running(Site()) as other:
+        monkeypatch.setattr(modelscope, "endpoint", lambda: site.url)
+        yield site, other
 
 
 def test_a_repository_is_listed_with_sizes_and_hashes(sites: tuple[Site, Site]) -> None:
