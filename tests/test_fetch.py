@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hub_server import COMMIT, HubServer, asked_hub, serving
+from hub_server import COMMIT, HubServer, asked_hub
 
 from penstock.errors import PenstockError, UserError
-from penstock.models import files, hub, manifest, volume
+from penstock.models import manifest, volume
 
 NAME = "org/tiny"
 FILES = {"config.json": b"{}", "tokenizer.json": b"{    }", "a.safetensors": b"a" * 100, "b.safetensors": b"b" * 50}
@@ -45,15 +42,11 @@ def test_a_model_is_fetched_once_and_is_whole_when_the_marker_is_there(served: H
     for path in (path_in(tmp_path), path_in(tmp_path, COMMIT)):
         assert volume.fetch(NAME, path, "safetensors", lines.append) == COMMIT
     assert lines[-1] == "weights complete: fetched before" and len(served.asked) == n_asked
-
-
-def test_what_is_there_already_is_not_fetched_again(served: HubServer, tmp_path: Path) -> None:
-    volume.fetch(NAME, path_in(tmp_path, COMMIT), "safetensors", lambda _: None)
-    (Path(path_in(tmp_path, COMMIT)) / volume.MARKER).unlink()
+    # Without the marker the files are looked at, and not fetched again.
+    (folder / volume.MARKER).unlink()
     served.asked.clear()
-    volume.fetch(NAME, path_in(tmp_path, COMMIT), "safetensors", lambda _: None)
-    assert served.downloads == []
-    assert Path(path_in(tmp_path, COMMIT), volume.MARKER).is_file()
+    volume.fetch(NAME, path_in(tmp_path), "safetensors", lines.append)
+    assert served.downloads == [] and (folder / volume.MARKER).is_file()
 
 
 def test_a_download_that_breaks_off_leaves_no_marker_and_is_resumed(served: HubServer, tmp_path: Path) -> None:
@@ -64,6 +57,14 @@ def test_a_download_that_breaks_off_leaves_no_marker_and_is_resumed(served: HubS
     served.cut.clear()
     volume.fetch(NAME, path_in(tmp_path), "safetensors", lambda _: None)
     assert Path(path_in(tmp_path), volume.MARKER).is_file()
+
+
+def test_all_parts_of_a_gguf_are_fetched(served: HubServer, tmp_path: Path) -> None:
+    parts = {f"q4/m-0000{number}-of-00002.gguf": b"x" for number in (1, 2)}
+    served.files = FILES | parts
+    volume.fetch(NAME, f"{path_in(tmp_path)}/q4/m-00001-of-00002.gguf", "gguf", lambda _: None)
+    assert all((Path(path_in(tmp_path)) / name).is_file() for name in parts)
+    assert not (Path(path_in(tmp_path)) / "a.safetensors").exists()
 
 
 def test_a_file_of_another_size_is_refused_and_dropped(served: HubServer, tmp_path: Path) -> None:
@@ -88,11 +89,6 @@ def test_a_full_volume_and_a_repository_without_weights_are_refused(
         volume.fetch(NAME, "/models", "safetensors", lambda _: None)
 
 
-def test_progress_is_in_files_and_decimal_gigabytes() -> None:
-    sizes = {f"{number}": 10**9 for number in range(30)}
-    assert volume.progress_line(17, 30, 12_300_000_000, sizes) == "weights 17/30 files, 12.3 GB of 30.0 GB"
-
-
 def test_the_one_that_waits_ends_when_the_marker_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,32 +103,3 @@ def test_the_one_that_waits_ends_when_the_marker_is_there(
     assert capsys.readouterr().out.splitlines() == ["weights: not begun", "weights complete"]
     assert volume.main([NAME, "/models", "safetensors"]) == 2
     assert "penstock: cannot fetch a model" in capsys.readouterr().out
-
-
-def test_all_parts_of_a_gguf_are_fetched() -> None:
-    assert files.patterns_of("gguf", "q4/m-00001-of-00002.gguf")[0] == "q4/m-*-of-00002.gguf"
-    assert files.patterns_of("gguf") == files.PATTERNS["gguf"]
-
-
-def test_the_parts_of_a_path_in_a_cache() -> None:
-    place = hub.in_cache("/models/models--a--b/snapshots/main/q4/x.gguf")
-    assert place == ("/models", "models--a--b", "main", "q4/x.gguf")
-    assert hub.in_cache("/models") is None
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-def test_one_process_fetches_the_bundled_model_and_another_waits_for_it(tmp_path: Path) -> None:
-    bodies = {path.name: path.read_bytes() for path in files.BUNDLED.iterdir() if path.is_file()}
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    with serving(NAME, bodies) as server:
-        environment |= {"HF_ENDPOINT": server.url, "NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        argv = [sys.executable, "-m", "penstock.models.fetch", NAME, path_in(tmp_path), "safetensors"]
-        waiting = subprocess.Popen([*argv, "--wait"], stdout=subprocess.PIPE, text=True)
-        done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert waiting.communicate(timeout=60)[0].endswith("weights complete\n")
-        n_asked = len(server.asked)
-        again = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
-        assert again.stdout == "weights complete: fetched before\n" and len(server.asked) == n_asked
-    assert files.forms_of(Path(path_in(tmp_path))) == ("safetensors",)

@@ -6,18 +6,18 @@ import errno
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub.constants
+import msgspec
 import pytest
 from hub_server import COMMIT, HubServer, asked_hub, serving
+from waiting import until
 
 from penstock.cli import fetch as fetch_verb
 from penstock.cli import main
@@ -41,7 +41,9 @@ def snapshot(cache: Path) -> Path:
     return cache / "models--org--tiny" / "snapshots" / COMMIT
 
 
-def test_a_model_comes_into_the_cache_in_the_hub_s_own_layout(served: HubServer, tmp_path: Path) -> None:
+def test_a_model_comes_into_the_cache_in_the_hub_s_own_layout_or_as_plain_files(
+    served: HubServer, tmp_path: Path
+) -> None:
     seen: list[fetch.Progress] = []
     folder = fetch.fetch(SOURCE, None, tmp_path, show=seen.append)
     assert folder == snapshot(tmp_path) and manifest.verify(folder) == []
@@ -53,21 +55,9 @@ def test_a_model_comes_into_the_cache_in_the_hub_s_own_layout(served: HubServer,
     served.asked.clear()
     assert fetch.fetch(SOURCE, None, tmp_path) == folder and served.downloads == []
     assert fetch.kept(SOURCE, tmp_path) == folder
-
-
-def test_a_folder_gets_plain_files(served: HubServer, tmp_path: Path) -> None:
-    folder = fetch.fetch(SOURCE, tmp_path / "to")
-    assert {path.name for path in folder.iterdir()} == {*FILES, manifest.NAME}
-    assert not any(path.is_symlink() for path in folder.iterdir()) and manifest.fits(folder, COMMIT)
-
-
-def test_a_file_that_was_cut_is_continued_where_it_ended(served: HubServer, tmp_path: Path) -> None:
-    listing = sources.resolve(SOURCE)
-    layout = fetch_files.Layout(tmp_path)
-    layout.make()
-    layout.part(listing, "a.safetensors").write_bytes(b"a" * 60)
-    fetch.fetch(SOURCE, tmp_path)
-    assert ("a.safetensors", 60) in served.ranges and manifest.verify(tmp_path) == []
+    plain = fetch.fetch(SOURCE, tmp_path / "to")
+    assert {path.name for path in plain.iterdir()} == {*FILES, manifest.NAME}
+    assert not any(path.is_symlink() for path in plain.iterdir()) and manifest.fits(plain, COMMIT)
 
 
 def test_a_finished_file_is_neither_fetched_nor_read_again(
@@ -120,9 +110,7 @@ def test_a_folder_that_differs_from_its_manifest_is_not_called_right(
     os.utime(path)  # a copy of the same content
     assert main.run(["fetch", str(folder)]) == 0
     after = manifest.read(folder)
-    assert (
-        before is not None and after is not None and (before.source, before.revision) == (after.source, after.revision)
-    )
+    assert before and after and (before.source, before.revision) == (after.source, after.revision)
     assert manifest.fits(folder)
     path.write_bytes(b"a" * 99 + b"b")
     cure = f"penstock fetch hf://{NAME}@{COMMIT} --to {folder} fetches these files again."
@@ -198,17 +186,9 @@ def test_too_small_a_disk_is_refused_with_what_could_go(
     assert "org/older (10 B)." in str(caught.value.detail)
 
 
-def test_a_full_disk_keeps_what_came_and_a_cache_that_cannot_be_written_is_used(
+def test_a_cache_that_cannot_be_written_is_used(
     served: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-
-        def write(*_: object) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        patch.setattr(fetch_files.Layout, "place", write)
-        with pytest.raises(UserError, match="the disk is full"):
-            fetch.fetch(SOURCE, None, tmp_path)
     folder = fetch.fetch(SOURCE, None, tmp_path)
     (folder / manifest.NAME).unlink()
 
@@ -226,24 +206,20 @@ def test_without_the_hub_what_was_fetched_before_is_used(
     served: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = fetch.fetch(SOURCE, None, tmp_path)
-    monkeypatch.setattr(
-        hub, "list_hashes", lambda *_: (_ for _ in ()).throw(hub.HubError("no hub", detail="", hint="", status=None))
-    )
+    served.status = 503
     lines: list[str] = []
     assert fetch.fetch(SOURCE, None, tmp_path, say=lines.append) == folder and "fetched before" in lines[0]
     with pytest.raises(hub.HubError):
         fetch.fetch(SOURCE, None, tmp_path / "other")
 
 
-def test_unsafe_names_of_a_hub_are_refused(served: HubServer, tmp_path: Path) -> None:
-    served.files["../evil.json"] = b"{}"
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "a/../b", "a//b", "a\nb", "a\\b", "C:/x", "", "./a", "\x1b[2J"]
+)
+def test_unsafe_names_of_a_hub_are_refused(served: HubServer, tmp_path: Path, name: str) -> None:
+    served.files = FILES | {name: b"{}"}
     with pytest.raises(UserError, match="unsafe name"):
         fetch.fetch(SOURCE, tmp_path)
-
-
-def test_the_hub_s_wish_to_wait_is_read() -> None:
-    assert hub.wait_s({"ratelimit": '"api";r=0;t=55'}) == 55 and hub.wait_s({"Retry-After": "7"}) == 7
-    assert hub.wait_s({"ratelimit": '"api";r=9;t=55'}) is None
 
 
 def test_one_fetches_and_another_waits_until_it_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,8 +228,7 @@ def test_one_fetches_and_another_waits_until_it_is_gone(tmp_path: Path, monkeypa
     with fetch_lock.FetchLock(tmp_path, lines.append):
         waits = threading.Thread(target=lambda: fetch_lock.FetchLock(tmp_path, lines.append).__enter__().__exit__())
         waits.start()
-        while not lines:
-            time.sleep(0.001)
+        until(lambda: lines, "the other waits")
     waits.join(5)
     assert f"waiting for process {os.getpid()}" in lines[0] and not (tmp_path / fetch_lock.NAME).exists()
 
@@ -266,39 +241,24 @@ def test_the_lock_of_a_process_that_died_or_stands_still_is_taken(
     monkeypatch.setattr(fetch_lock, "STALE_S", 0.01)
     for host in (fetch_lock._view(), "elsewhere 1"):
         owner = fetch_lock.Owner(host, 2**22 + 1, 1, "other")
-        (tmp_path / fetch_lock.NAME).write_text(json.dumps({**{f: getattr(owner, f) for f in owner.__struct_fields__}}))
+        (tmp_path / fetch_lock.NAME).write_bytes(msgspec.json.encode(owner))
         with fetch_lock.FetchLock(tmp_path, lambda _: None) as lock:
             assert lock._is_ours()
     assert not (tmp_path / fetch_lock.NAME).exists()
 
 
 @pytest.mark.processes
-def test_a_fetch_that_is_killed_is_continued_and_two_fetch_once(tmp_path: Path) -> None:
+def test_of_two_processes_one_fetches(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    files = FILES | {"a.safetensors": os.urandom(3_000_000)}
-    with serving(NAME, files) as server:
+    with serving(NAME, FILES | {"a.safetensors": os.urandom(3_000_000)}) as server:
         environment |= {"HF_ENDPOINT": server.url, "NO_PROXY": "127.0.0.1", "PENSTOCK_HOME": str(tmp_path / "home")}
         environment["HF_HUB_CACHE"] = str(tmp_path / "hub")
         argv = [sys.executable, "-m", "penstock", "fetch", NAME]
-        server.is_open.clear()  # the small files come, and the weights hang
-        with subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as killed:
-            deadline = time.monotonic() + 30
-            notes = snapshot(tmp_path / "hub") / fetch_files.NOTES
-            while not (notes.exists() and b"config.json" in (text := notes.read_bytes()) and b"tokenizer.json" in text):
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            killed.send_signal(signal.SIGKILL)
-        server.is_open.set()
-        server.asked.clear()
-        both = [
-            subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for _ in range(2)
-        ]
-        outputs = [process.communicate(timeout=60) for process in both]
-        assert [process.returncode for process in both] == [0, 0], outputs
-        assert sorted(server.downloads) == ["a.safetensors", "b.safetensors"]
+        both = [subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        outputs = [process.communicate()[0] for process in both]
+        assert sorted(server.downloads) == sorted(FILES)
     folder = snapshot(tmp_path / "hub")
-    assert [output for output, _ in outputs] == [f"{folder}\n"] * 2 and manifest.verify(folder) == []
+    assert outputs == [f"{folder}\n"] * 2 and manifest.verify(folder) == []
 
 
 def test_a_rehearsal_refuses_pickled_weights_as_up_does(
