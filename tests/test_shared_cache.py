@@ -17,7 +17,8 @@ import msgspec
 import pytest
 from nodes_rig import Rig
 from samples import demo_plan
-from test_staging import Gateway, wait_until
+from test_staging import Gateway
+from waiting import until
 
 from penstock import paths, processes
 from penstock.errors import PenstockError
@@ -92,7 +93,7 @@ def first(gateway: Gateway, tmp_path: Path) -> Node:
     (node.folder / "start-1" / "torch_compile_cache").symlink_to("../torch_compile_cache")
     (node.folder / "secret").symlink_to("/etc/passwd")
     node.cache.give()
-    wait_until(lambda: holders(gateway), "it gives")
+    until(lambda: holders(gateway), "it gives")
     return node
 
 
@@ -124,7 +125,7 @@ def test_what_is_there_stays_and_what_came_is_given_on(gateway: Gateway, first: 
         "triton/DEF/other.so": b"other",
     }
     later.cache.give()
-    wait_until(lambda: len(holders(gateway)) == 2, "it gives too")
+    until(lambda: len(holders(gateway)) == 2, "it gives too")
     assert Node(gateway, tmp_path / "later").start() == "", "it has started from this folder before"
 
 
@@ -143,13 +144,6 @@ def test_the_key_has_all_that_compiled_code_depends_on(monkeypatch: pytest.Monke
     assert len(others | {own, key(PLAN, 0, "/a/vllm-0.33.0/H100-580")}) == 5
 
 
-def test_without_a_gateway_a_start_goes_on(gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_cache, "_LOOK_S", 0.2)
-    gateway.is_down = True
-    node = Node(gateway, tmp_path / "n")
-    assert node.start() == "" and node.cache._thread is not None and not node.cache._thread.is_alive()
-
-
 @contextlib.contextmanager
 def giving(gateway: Gateway, folder: Path, listing: Listing, **changes: Any) -> Iterator[FileServer]:
     """A node of the run that gives what a test wants, right or wrong."""
@@ -166,14 +160,17 @@ def giving(gateway: Gateway, folder: Path, listing: Listing, **changes: Any) -> 
         server.close()
 
 
-def listing_of(folder: Path, files: dict[str, bytes], **hashes: str) -> Listing:
+OWN = key(PLAN, 0, "/x/vllm-0.33.0/NVIDIA-H100-580")
+ZERO, GOOD = "0" * 64, {"a/good.py": RemoteFile(1, hashlib.sha256(b"1").hexdigest())}
+UNSAFE = ("../../../out", "/out", "a/../../out", "a//b")
+
+
+def listing_of(folder: Path, files: dict[str, bytes]) -> Listing:
     for name, body in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(body)
-    rows = {
-        name: RemoteFile(len(body), hashes.get(name, hashlib.sha256(body).hexdigest())) for name, body in files.items()
-    }
-    return Listing(Source("folder", "x"), key(PLAN, 0, "/x/vllm-0.33.0/NVIDIA-H100-580"), rows)
+    rows = {name: RemoteFile(len(body), hashlib.sha256(body).hexdigest()) for name, body in files.items()}
+    return Listing(Source("folder", "x"), OWN, rows)
 
 
 def refused(gateway: Gateway, tmp_path: Path, listing: Listing, **changes: Any) -> str:
@@ -186,44 +183,29 @@ def refused(gateway: Gateway, tmp_path: Path, listing: Listing, **changes: Any) 
     return text
 
 
-def test_a_file_with_another_hash_is_not_kept_and_nothing_of_it(gateway: Gateway, tmp_path: Path) -> None:
-    listing = listing_of(tmp_path / "evil", {"a/good.py": b"1", "b.py": b"2"}, **{"b.py": "0" * 64})
-    assert '"b.py" has not the hash that was posted' in refused(gateway, tmp_path, listing)
+# What a start says of a giver; what its list has in place of the right things; how it gives.
+WRONG: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("not the one that it posted", {}, {"digest": "0" * 64}),
+    ("invalid literal", {}, {"addresses": ("127.0.0.1:port",)}),
+    ("of another start", {"commit": "0" * 16}, {"posted_as": OWN}),
+    ("it answers 401", {}, {"server_key": "of-another-run"}),
+    ('"b.py" has not the hash that was posted', {"files": GOOD | {"b.py": RemoteFile(1, ZERO)}}, {}),
+    ("too long", {"files": {"a": RemoteFile(2**31, ZERO)}}, {}),
+    *((f"unsafe name {name!r}", {"files": {name: RemoteFile(1, ZERO)}}, {}) for name in UNSAFE),
+]
 
 
-def test_a_list_that_is_not_the_posted_one_and_an_address_that_is_none_are_refused(
-    gateway: Gateway, tmp_path: Path
+@pytest.mark.parametrize(("said", "listed", "given"), WRONG)
+def test_a_giver_that_must_not_be_believed_is_refused_and_nothing_of_it_kept(
+    gateway: Gateway, tmp_path: Path, said: str, listed: dict[str, Any], given: dict[str, Any]
 ) -> None:
-    listing = listing_of(tmp_path / "evil", {"a.py": b"1"})
-    assert "not the one that it posted" in refused(gateway, tmp_path, listing, digest="0" * 64)
-    assert "invalid literal" in refused(gateway, tmp_path, listing, addresses=("127.0.0.1:port",))
+    listing = msgspec.structs.replace(listing_of(tmp_path / "evil", {"a/good.py": b"1", "b.py": b"2"}), **listed)
+    assert said in refused(gateway, tmp_path, listing, **given)
 
 
-def test_names_that_lead_out_of_the_folder_are_refused(gateway: Gateway, tmp_path: Path) -> None:
-    for name in ("../../../out", "/out", "a/../../out", "a//b"):
-        listing = listing_of(tmp_path / "evil", {})
-        listing = msgspec.structs.replace(listing, files={name: RemoteFile(1, "0" * 64)})
-        assert "unsafe name" in refused(gateway, tmp_path, listing)
-
-
-def test_a_list_of_another_start_is_refused(gateway: Gateway, tmp_path: Path) -> None:
-    """Whoever posts it under the name of this one."""
-    listing = msgspec.structs.replace(listing_of(tmp_path / "evil", {"a.py": b"1"}), commit="0" * 16)
-    name = key(PLAN, 0, "/x/vllm-0.33.0/NVIDIA-H100-580")
-    assert "of another start" in refused(gateway, tmp_path, listing, posted_as=name)
-
-
-def test_too_much_is_refused_before_a_byte_of_it(gateway: Gateway, tmp_path: Path) -> None:
-    huge = msgspec.structs.replace(listing_of(tmp_path / "evil", {}), files={"a": RemoteFile(2**31, "0" * 64)})
-    assert "too long" in refused(gateway, tmp_path, huge)
-
-
-def test_a_giver_with_another_key_is_refused(gateway: Gateway, tmp_path: Path) -> None:
-    listing = listing_of(tmp_path / "evil", {"a.py": b"1"})
-    assert "it answers 401" in refused(gateway, tmp_path, listing, server_key="of-another-run")
-
-
-def test_a_full_disk_keeps_nothing(gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_nothing_and_too_much_is_not_listed(
+    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listing = listing_of(tmp_path / "evil", {"a/good.py": b"1", "b.py": b"2"})
     monkeypatch.setattr(paths, "free_bytes", lambda _: 1)
     assert "too little space" in refused(gateway, tmp_path, listing)
@@ -237,6 +219,9 @@ def test_a_full_disk_keeps_nothing(gateway: Gateway, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(os, "open", full)
     assert "No space left on device" in refused(gateway, tmp_path, listing)
+    monkeypatch.setattr(shared_cache, "_MOST_BYTES", 1)
+    with pytest.raises(PenstockError, match="more than 1 B"):
+        list_folder(tmp_path / "evil", "k")
 
 
 def test_a_giver_that_dies_midway_is_left_for_another(
@@ -266,10 +251,14 @@ def half_stream(handler: Any, stream: Any, offset: int, size: int) -> None:
         handler.wfile.write(stream.read()[offset:])
 
 
-def test_a_giver_that_hangs_holds_a_start_for_seconds_and_nothing_comes_afterwards(
+def test_a_giver_that_hangs_or_no_gateway_holds_a_start_for_seconds_and_nothing_comes_afterwards(
     gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_cache, "MOST_S", 0.5)
+    monkeypatch.setattr(shared_cache, "_LOOK_S", 0.2)
+    silent = Gateway()
+    silent.is_down = True
+    assert Node(silent, tmp_path / "alone").start() == ""
     goes_on = threading.Event()
 
     def hang(handler: Any, stream: Any, offset: int, size: int) -> None:
@@ -299,14 +288,6 @@ def test_nodes_of_one_machine_bring_it_once(gateway: Gateway, first: Node, tmp_p
     for node in nodes:
         node.cache.wait()
     assert sorted(bool(node.cache.text) for node in nodes) == [False, True] and nodes[0].files == FILES
-
-
-def test_a_cache_that_is_too_large_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a").write_bytes(b"xxx")
-    assert list_folder(tmp_path, "k").files == {"a": RemoteFile(3, hashlib.sha256(b"xxx").hexdigest())}
-    monkeypatch.setattr(shared_cache, "_MOST_BYTES", 2)
-    with pytest.raises(PenstockError, match="more than 2 B"):
-        list_folder(tmp_path, "k")
 
 
 SMI = """#!/bin/sh

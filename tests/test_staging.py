@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import msgspec
 import pytest
 from hub_server import COMMIT, HubServer, asked_hub
 from samples import demo_plan
+from waiting import until
 
 from penstock import paths
 from penstock.errors import PenstockError, UserError
@@ -93,12 +94,8 @@ class Node:
         self.stopped = True
         self.line._server.close()
         self.line._board.post = lambda epoch, **content: None  # type: ignore[method-assign]
-        self.line._board._admin = Down()  # type: ignore[assignment]
-
-
-class Down:
-    def post_json(self, *_: object) -> Any:
-        raise PenstockError("down", is_retryable=True)
+        self.line._board._admin = gateway = Gateway()  # type: ignore[assignment]
+        gateway.is_down = True
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +107,15 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     with asked_hub(monkeypatch, NAME, FILES) as server:
         yield server
+
+
+@pytest.fixture
+def finetuned(tmp_path: Path) -> Path:
+    """A folder with the model's files."""
+    (folder := tmp_path / "finetuned").mkdir()
+    for name, body in FILES.items():
+        (folder / name).write_bytes(body)
+    return folder
 
 
 def is_whole(folder: Path) -> bool:
@@ -145,35 +151,18 @@ def test_four_nodes_bring_a_model_and_the_hub_sends_it_once(hub: HubServer, tmp_
     late = Node(gateway, tmp_path / "late")
     assert is_whole(late.wait()) and hub.downloads == sorted(FILES), "one that comes later asks those that are whole"
     assert all(entry.n_bytes <= entry.total_bytes for entry in late.shown)
-
-
-def test_a_copy_that_fits_is_not_brought_again(hub: HubServer, tmp_path: Path) -> None:
-    Node(Gateway(), tmp_path).wait()
     hub.asked.clear()
-    assert is_whole(Node(Gateway(), tmp_path).wait())
-    assert hub.downloads == []
+    assert is_whole(Node(Gateway(), tmp_path / "late").wait()) and hub.downloads == [], "a copy that fits is kept"
 
 
-def test_a_folder_that_one_node_has_reaches_the_others(tmp_path: Path) -> None:
-    folder = tmp_path / "finetuned"
-    folder.mkdir()
-    for name, body in FILES.items():
-        (folder / name).write_bytes(body)
-    gateway, source = Gateway(), Source("folder", str(folder))
-    first = Node(gateway, tmp_path / "0", source)
-    copy = first.wait()
-    assert is_whole(copy) and copy != folder and not (folder / manifest.NAME).exists()
-    folder.rename(tmp_path / "away")  # the other nodes do not see it
+def test_a_folder_that_one_node_has_reaches_the_others_and_damaged_bytes_are_not_kept(
+    finetuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway, source = Gateway(), Source("folder", str(finetuned))
+    copy = Node(gateway, tmp_path / "0", source).wait()
+    assert is_whole(copy) and copy != finetuned and not (finetuned / manifest.NAME).exists()
+    finetuned.rename(tmp_path / "away")  # the other nodes do not see it
     assert is_whole(Node(gateway, tmp_path / "1", source).wait())
-
-
-def test_bytes_that_a_node_damages_on_their_way_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    for name, body in FILES.items():
-        (folder / name).write_bytes(body)
-    gateway, source = Gateway(), Source("folder", str(folder))
-    Node(gateway, tmp_path / "0", source).wait()
     flipped: list[str] = []
     pieces = Line._pieces
 
@@ -185,15 +174,15 @@ def test_bytes_that_a_node_damages_on_their_way_are_not_kept(tmp_path: Path, mon
             yield piece
 
     monkeypatch.setattr(Line, "_pieces", damaged)
-    assert is_whole(Node(gateway, tmp_path / "1", source).wait()) and flipped
+    assert is_whole(Node(gateway, tmp_path / "2", source).wait()) and flipped
 
 
 def test_a_node_that_dies_in_the_middle_is_left_out(hub: HubServer, tmp_path: Path) -> None:
     gateway = Gateway()
     hub.is_open.clear()  # no weights come yet
     nodes = [Node(gateway, tmp_path / str(n)) for n in range(3)]
-    wait_until(lambda: all(node.line._own.seq for node in nodes), "all stand in the line")
-    wait_until(lambda: any("resolve" in words for words in hub.asked), "the first asks the hub")
+    until(lambda: all(node.line._own.seq for node in nodes), "all stand in the line")
+    until(lambda: any("resolve" in words for words in hub.asked), "the first asks the hub")
     time.sleep(0.5)
     line = sorted(nodes, key=lambda node: node.line._own.place)
     line[1].stop()
@@ -217,12 +206,12 @@ def test_the_first_dies_and_the_next_goes_on_where_it_is(
     monkeypatch.setattr(fetch_files, "_fetcher", lambda kind: fetch_file)
     gateway = Gateway()
     first = Node(gateway, tmp_path / "0")
-    wait_until(lambda: first.line._own.n_bytes > MIB, "the first has a part")
+    until(lambda: first.line._own.n_bytes > MIB, "the first has a part")
     second = Node(gateway, tmp_path / "1")
-    wait_until(lambda: second.line._own.n_bytes > MIB, "and the second has it too")
+    until(lambda: second.line._own.n_bytes > MIB, "and the second has it too")
     begun.clear()
     first.stop()
-    wait_until(lambda: len(begun) == len(SHARDS), "the second asks the source")
+    until(lambda: len(begun) == len(SHARDS), "the second asks the source")
     goes_on.set()
     assert is_whole(second.wait()) and set(begun) == {(name, MIB) for name in SHARDS}
 
@@ -246,18 +235,15 @@ def test_a_node_that_does_not_reach_the_hub_gets_all_from_others(
     assert hub.downloads == sorted(FILES)
 
 
-def test_without_a_gateway_a_node_goes_on_alone(
+def test_without_a_gateway_a_node_goes_on_alone_and_an_error_of_the_source_is_told_at_once(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "_BOARD_S", 0.2)
     gateway = Gateway()
     gateway.is_down = True
-    assert is_whole(Node(gateway, tmp_path).wait())
-
-
-def test_an_error_of_the_source_is_told_at_once_where_nobody_else_may_have_it(hub: HubServer, tmp_path: Path) -> None:
+    assert is_whole(Node(gateway, tmp_path / "alone").wait())
     hub.token = "secret"
-    node = Node(Gateway(), tmp_path)
+    node = Node(Gateway(), tmp_path / "other")
     node.thread.join(30)
     assert isinstance(node.error, UserError) and "gated" in node.error.message + (node.error.detail or "")
 
@@ -323,42 +309,29 @@ def test_a_folder_on_scratch_goes_with_its_last_user_also_after_a_kill(tmp_path:
     remove_unused(place)
 
 
-def test_auto_reads_in_place_what_cannot_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = msgspec.structs.replace(
-        demo_plan(), model=msgspec.structs.replace(demo_plan().model, path=str(tmp_path / "m"), reference="m")
-    )
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "x.safetensors").write_bytes(b"x" * 1000)
+def test_auto_reads_in_place_what_cannot_be_copied(
+    finetuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = demo_plan()
+    plan = msgspec.structs.replace(plan, model=msgspec.structs.replace(plan.model, path=str(finetuned), reference="m"))
     monkeypatch.setattr(staging, "_is_remote", lambda _: True)
     monkeypatch.setattr(staging, "scratch_folders", lambda: iter([tmp_path / "scratch"]))
-    monkeypatch.setattr(paths, "free_bytes", lambda _: 0)
-    assert model_files.on_this_node(plan, Stage(launch("auto"), None, lambda: False)) is plan
-    with pytest.raises(UserError, match="space"):
-        model_files.on_this_node(plan, Stage(launch(str(tmp_path / "copies")), None, lambda: False))
-    monkeypatch.undo()
-    monkeypatch.setattr(staging, "_is_remote", lambda _: True)
-    monkeypatch.setattr(staging, "scratch_folders", lambda: iter([tmp_path / "scratch"]))
+    with monkeypatch.context() as patch:
+        patch.setattr(paths, "free_bytes", lambda _: 0)
+        assert model_files.on_this_node(plan, Stage(launch("auto"), None, lambda: False)) is plan
+        with pytest.raises(UserError, match="space"):
+            model_files.on_this_node(plan, Stage(launch(str(tmp_path / "copies")), None, lambda: False))
     stage = Stage(launch("auto"), None, lambda: False)
     copy = Path(model_files.on_this_node(plan, stage).model.path)
-    assert copy.is_relative_to(tmp_path / "scratch") and (copy / "x.safetensors").read_bytes() == b"x" * 1000
+    assert copy.is_relative_to(tmp_path / "scratch") and is_whole(copy)
     stage.close()
     assert not (tmp_path / "scratch").exists()
 
 
-def test_another_version_of_a_folder_is_another_copy(tmp_path: Path) -> None:
-    folder = tmp_path / "m"
-    folder.mkdir()
-    (folder / "x.safetensors").write_bytes(b"x" * 1000)
-    source = Source("folder", str(folder))
+def test_another_version_of_a_folder_is_another_copy(finetuned: Path, tmp_path: Path) -> None:
+    source = Source("folder", str(finetuned))
     first = fetch.fetch(source, cache=tmp_path / "cache")
     assert fetch.fetch(source, cache=tmp_path / "cache") == first
-    (folder / "x.safetensors").write_bytes(b"y" * 1000)
+    (finetuned / "config.json").write_bytes(b"[]")
     second = fetch.fetch(source, cache=tmp_path / "cache")
-    assert second != first and (second / "x.safetensors").read_bytes() == b"y" * 1000
-
-
-def wait_until(is_so: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
+    assert second != first and (second / "config.json").read_bytes() == b"[]"
