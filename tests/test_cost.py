@@ -98,25 +98,17 @@ def test_an_hour_costs_its_gpus_and_its_tokens_share_that() -> None:
     assert cost_between(older, older._replace(at=200.0), 3.0) == Cost()  # no GPU: nothing is said
 
 
-def view(*rows: tuple[str, float, float]) -> GatewayView:
-    """Replicas by name, tokens and joules."""
-    return GatewayView(
-        tuple(
-            ReplicaView(
-                replica(
-                    name,
-                    load=EngineLoad(0.0, output_tokens=tokens),
-                    machines=(MachineReading("h", gpus=(GpuReading(0, f"u{name}", energy_joules=joules),)),),
-                ).announcement,
-                *(0.0, True, False, 0),
-            )
-            for name, tokens, joules in rows
-        ),
-        *(0, 0, 0),
-    )
+def view(*rows: tuple[str, float, float], gpu: str = "") -> GatewayView:
+    """Replicas by name, tokens and joules; each on a GPU of its own, or all on one."""
+    views = []
+    for name, tokens, joules in rows:
+        machine = MachineReading("h", gpus=(GpuReading(0, gpu or f"u{name}", energy_joules=joules),))
+        announced = replica(name, load=EngineLoad(0.0, output_tokens=tokens), machines=(machine,)).announcement
+        views.append(ReplicaView(announced, 0.0, True, False, 0))
+    return GatewayView(tuple(views), 0, 0, 0)
 
 
-def test_engines_and_drivers_that_begin_again_lose_nothing_that_was_counted() -> None:
+def test_engines_and_drivers_that_begin_again_lose_nothing_and_a_shared_gpu_burns_its_energy_once() -> None:
     meter = SpendingMeter()
     counts: dict[Labels, float] = {
         (("model", "m"), ("kind", kind)): n for kind, n in (("prompt", 5.0), ("cached", 2.0))
@@ -126,25 +118,9 @@ def test_engines_and_drivers_that_begin_again_lose_nothing_that_was_counted() ->
     meter.read(tokens, view(("a", 150.0, 60.0), ("b", 1000.0, 1000.0)), 1.0)
     meter.read(tokens, view(("a", 10.0, 0.0), ("b", float("nan"), 1001.0)), 2.0)
     assert meter.read(tokens, view(("a", 11.0, 2.0)), 3.0) == Spending(3.0, 0.0, 0.0, 5.0, 51.0, 51.0, 13.0)
-
-
-def test_a_gpu_that_two_replicas_share_burns_its_energy_once() -> None:
-    meter, machine = SpendingMeter(), MachineReading("h", gpus=(GpuReading(0, "u", energy_joules=1.0),))
-    rows = view(("a", 0.0, 0.0), ("b", 0.0, 0.0)).replicas
-
-    def shared(joules: float) -> GatewayView:
-        gpu = msgspec.structs.replace(machine.gpus[0], energy_joules=joules)
-        machines = (msgspec.structs.replace(machine, gpus=(gpu,)),)
-        return GatewayView(
-            tuple(
-                msgspec.structs.replace(row, announcement=msgspec.structs.replace(row.announcement, machines=machines))
-                for row in rows
-            ),
-            *(0, 0, 0),
-        )
-
-    meter.read([], shared(10.0), 0.0)
-    assert meter.read([], shared(17.0), 1.0).joules == 7.0
+    meter = SpendingMeter()
+    meter.read([], view(("a", 0.0, 10.0), ("b", 0.0, 10.0), gpu="u"), 0.0)
+    assert meter.read([], view(("a", 0.0, 17.0), ("b", 0.0, 17.0), gpu="u"), 1.0).joules == 7.0
 
 
 def test_keys_share_the_cost_of_their_models_gpus_by_tokens() -> None:
@@ -211,6 +187,9 @@ def test_a_price_comes_from_the_file_or_from_a_price_file(tmp_path: Path) -> Non
     without = msgspec.structs.replace(MACHINE, gpus=())
     assert gpu_price.find(Hardware(price_file=str(prices)), without) is None
     assert gpu_price.find(Hardware(price_per_gpu_hour=2.0), without) is None
+    with pytest.raises(SpecError) as refusal:  # two are one too many
+        reading.parse("model: m\nhardware: {price_per_gpu_hour: 1, price_file: p.yaml}")
+    assert [problem.path for problem in refusal.value.problems] == ["hardware.price_file"]
 
 
 @pytest.mark.parametrize(
@@ -234,9 +213,3 @@ def test_a_price_file_that_cannot_be_used_is_refused_in_words(tmp_path: Path, te
     with pytest.raises(UserError) as refusal:
         gpu_price.find(Hardware(price_file=str(prices)), MACHINE)
     assert message in refusal.value.message and refusal.value.hint
-
-
-def test_two_prices_are_one_too_many() -> None:
-    with pytest.raises(SpecError) as refusal:
-        reading.parse("model: m\nhardware: {price_per_gpu_hour: 1, price_file: p.yaml}")
-    assert [problem.path for problem in refusal.value.problems] == ["hardware.price_file"]

@@ -73,15 +73,12 @@ def test_another_share_of_the_gpu_has_another_startup_plan_and_the_same_compiled
     assert VLLM.command(plan(gpu_memory_utilization=0.9), KEPT) == first
 
 
-def test_the_size_of_the_kv_cache_is_known_of_a_start_with_a_startup_plan() -> None:
+def test_a_start_with_what_was_compiled_before_is_read_from_its_log() -> None:
+    for line in ("Directly load AOT compilation from path /x", "Directly load the compiled graph(s)"):
+        assert VLLM.read(line, Seen(Progress("weights")), plan()).progress.stage == "compile"
     line = "Initial free memory 78.61 GiB, reserved 55.62 GiB memory for KV Cache as specified by kv_cache_memory_bytes"
     seen = VLLM.read(line, Seen(Progress("compile")), plan())
     assert (seen.measured, seen.progress.stage) == ({"kv_cache_gib": 55.62}, "kv cache")
-
-
-@pytest.mark.parametrize("line", ["Directly load AOT compilation from path /x", "Directly load the compiled graph(s)"])
-def test_loading_what_was_compiled_before_is_the_stage_of_compiling(line: str) -> None:
-    assert VLLM.read(line, Seen(Progress("weights")), plan()).progress.stage == "compile"
 
 
 @pytest.mark.parametrize(("version", "is_on"), [("0.31.2", False), ("0.32.0", True), ("0.33.0", True), ("mine", False)])
@@ -89,12 +86,11 @@ def test_the_startup_plan_is_used_where_the_version_has_it(version: str, is_on: 
     assert ("VLLM_ENABLE_STARTUP_PLAN" in VLLM.command(plan(version), KEPT).defaults) is is_on
 
 
-def test_the_files_own_values_win() -> None:
+def test_the_values_of_the_file_and_of_the_nodes_own_environment_win(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = VLLM.command(plan(env={"TRITON_CACHE_DIR": "/mine"}), KEPT)
     assert (command.defaults | command.env)["TRITON_CACHE_DIR"] == "/mine"
-
-
-def test_the_nodes_own_environment_wins_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
     command = Command(("vllm",), {"A": "1"}, defaults={"TRITON_CACHE_DIR": "/ours", "CUDA_CACHE_PATH": "/ours"})
     environment = engine_process._environment(command, tmp_path)

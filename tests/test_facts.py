@@ -186,14 +186,11 @@ def test_a_hub_repository_is_read_by_its_headers_and_a_second_time_by_its_config
     assert facts.read(NAME) == first
 
 
-def test_weights_in_the_old_format_give_their_bytes(served: Hub) -> None:
-    served.add(NAME, config__json=as_json(CONFIG))
-    served.files[f"{NAME}/resolve/main/pytorch_model.bin.index.json"] = as_json(INDEX)
-    read = facts.read(NAME)
+def test_the_old_format_gives_bytes_and_headers_that_could_not_be_read_are_told_and_asked_again(served: Hub) -> None:
+    served.add("someone/old", config__json=as_json(CONFIG))
+    served.files["someone/old/resolve/main/pytorch_model.bin.index.json"] = as_json(INDEX)
+    read = facts.read("someone/old")
     assert (read.tensors, read.index_bytes, read.notes) == (None, 25_856, ())
-
-
-def test_headers_that_could_not_be_read_are_told_and_asked_again(served: Hub) -> None:
     sharded(served)
     served.refused[f"{NAME}/resolve/main/b.safetensors"] = (429, "")
     found = facts.read(NAME)

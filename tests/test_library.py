@@ -32,9 +32,6 @@ def test_every_name_leads_somewhere_and_is_documented() -> None:
         assert name in dir(penstock)
     with pytest.raises(AttributeError, match="no attribute 'launch'"):
         _ = penstock.launch  # type: ignore[attr-defined]
-
-
-def test_the_page_names_every_function() -> None:
     page = (ROOT / "docs" / "how-to" / "library.md").read_text("utf-8")
     assert [name for name in penstock.__all__ if name not in page and name not in ("Deployment", "State")] == []
 
@@ -59,7 +56,7 @@ def test_a_plan_of_a_deployment_takes_its_hardware(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("home")
-def test_a_deployment_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deployment_is_found_by_its_name_and_what_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_folder(deployment(name="d"))
     run.log("replica-0").write_text("first\nlast\n")
     assert penstock.status("d").phase == "starting"
@@ -74,9 +71,6 @@ def test_a_deployment_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> N
         running.scale(2)
     with pytest.raises(UserError, match="cannot find deployment"):
         penstock.down("nobody")
-
-
-def test_what_cannot_be_used_is_refused() -> None:
     with pytest.raises(UserError, match="cannot use this deployment"):
         penstock.up({"modle": "x"})
     with pytest.raises(UserError, match="could not read"):

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import huggingface_hub
 import huggingface_hub.errors
@@ -77,7 +77,7 @@ def test_a_folder_says_what_planning_needs(tmp_path: Path) -> None:
     assert facts.form == "none"
 
 
-def test_a_folder_without_config_says_what_it_holds(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_says_what_it_holds(tmp_path: Path) -> None:
     error = refused(lambda: record("m", tmp_path, "safetensors"))
     assert error.message == f'cannot use model folder "{tmp_path}": no config.json'
     assert error.detail == "It holds nothing."
@@ -86,6 +86,12 @@ def test_a_folder_without_config_says_what_it_holds(tmp_path: Path) -> None:
     error = refused(lambda: record("m", tmp_path, "safetensors"))
     assert error.detail == "It holds 0.bin, 1.bin, 2.bin, 3.bin, 4.bin, 5.bin and 2 more."
     assert "Give the folder that has config.json" in str(error.hint)
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "mmproj-m.gguf").touch()  # no language model
+    error = refused(lambda: record("m", tmp_path / "gguf", "gguf"))
+    assert error.message == f'cannot use model folder "{tmp_path / "gguf"}": no *.gguf in it'
+    assert "It holds mmproj-m.gguf." in str(error.detail)
+    assert error.hint == "Use --engine vllm, or a folder with a GGUF file."
 
 
 def text(value: str) -> bytes:
@@ -144,14 +150,6 @@ def test_what_is_no_gguf_is_refused(tmp_path: Path) -> None:
         assert problem in str(error.detail)
 
 
-def test_a_folder_without_a_language_model_in_gguf_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "mmproj-m.gguf").touch()
-    error = refused(lambda: record("m", tmp_path, "gguf"))
-    assert error.message == f'cannot use model folder "{tmp_path}": no *.gguf in it'
-    assert "It holds mmproj-m.gguf." in str(error.detail)
-    assert error.hint == "Use --engine vllm, or a folder with a GGUF file."
-
-
 def test_one_quantisation_is_chosen_with_all_its_parts(tmp_path: Path) -> None:
     parts = ["q/m-q4_k_m-00001-of-00002.gguf", "q/m-q4_k_m-00002-of-00002.gguf"]
     for names, chosen in (
@@ -167,15 +165,6 @@ def test_one_quantisation_is_chosen_with_all_its_parts(tmp_path: Path) -> None:
     facts = record("m", tmp_path, "gguf")
     assert (facts.weights_bytes, facts.n_shards) == (2 * len(GGUF), 2)
     assert facts.path.endswith("00001-of-00002.gguf")
-
-
-def test_forms_are_those_of_the_files(tmp_path: Path) -> None:
-    assert files.forms_of(tmp_path) == ()
-    (tmp_path / "a.gguf").touch()
-    assert files.forms_of(tmp_path) == ("gguf",)
-    assert files.forms_of(tmp_path / "a.gguf") == ("gguf",)
-    (tmp_path / "a.safetensors").touch()
-    assert files.forms_of(tmp_path) == ("safetensors", "gguf")
 
 
 def test_the_bundled_model_is_what_its_config_says() -> None:
@@ -249,14 +238,6 @@ class ConnectError(Exception):
     """As httpx has it: no OSError."""
 
 
-def hub_error(name: str) -> Exception:
-    words = "the hub's\n  own words"
-    kind: Any = getattr(huggingface_hub.errors, name, ConnectError)
-    if not issubclass(kind, huggingface_hub.errors.HfHubHTTPError):
-        return cast(Exception, kind(words))
-    return cast(Exception, kind(words, response=SimpleNamespace(headers={}, request=None, status_code=403)))
-
-
 NO_NETWORK = "Check the network, or give a local folder."
 NO_HUB = "This machine does not reach the hub: copy the model's folder here, give its path."
 ERRORS = [
@@ -269,7 +250,10 @@ ERRORS = [
 
 @pytest.mark.parametrize(("name", "message", "hint"), ERRORS)
 def test_an_error_of_the_hub_is_explained(monkeypatch: pytest.MonkeyPatch, name: str, message: str, hint: str) -> None:
-    error = hub_error(name)
+    kind: Any = getattr(huggingface_hub.errors, name, ConnectError)
+    is_answer = issubclass(kind, huggingface_hub.errors.HfHubHTTPError)
+    answer = {"response": SimpleNamespace(headers={}, request=None, status_code=403)} if is_answer else {}
+    error = kind("the hub's\n  own words", **answer)
 
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -315,9 +299,8 @@ def test_a_node_has_its_own_copy_of_the_bundled_model_and_folders_where_they_wer
 def test_a_node_fetches_a_hub_model_in_the_planned_revision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     base, seen = f"/elsewhere/hub/models--org--name/snapshots/{COMMIT}", list[fetch.Progress]()
-    with asked_hub(
-        monkeypatch, "org/name", {"config.json": b"{}", "m.safetensors": b"x", "q4/x-q4.gguf": b"y"}
-    ) as server:
+    weights = {"config.json": b"{}", "m.safetensors": b"x", "q4/x-q4.gguf": b"y"}
+    with asked_hub(monkeypatch, "org/name", weights) as server:
         plan = here(planned(base, "org/name@main"), show=seen.append)
         assert plan.model.path == f"{tmp_path}/hub/models--org--name/snapshots/{COMMIT}"
         assert seen[-1].done == "2/2 files, 3 B of 3 B" and f"GET api/models/org/name/revision/{COMMIT}" in server.asked
@@ -328,9 +311,7 @@ def test_a_node_fetches_a_hub_model_in_the_planned_revision(monkeypatch: pytest.
         assert here(planned(own, "org/name"), str(tmp_path / "own")).model.path == own, "a cache that every node has"
 
 
-def test_a_node_refuses_a_source_that_is_not_the_planned_version(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_node_refuses_a_source_that_is_not_the_planned_version(monkeypatch: pytest.MonkeyPatch) -> None:
     listing = sources.Listing(sources.parse("s3://bucket/m"), "1" * 40, {"m.gguf": sources.RemoteFile(1)})
     monkeypatch.setattr(sources, "resolve", lambda *_: listing)
     old = planned(f"/elsewhere/.penstock/models/store--s3--bucket--m/{'0' * 40}/q/m.gguf", "s3://bucket/m", "gguf")

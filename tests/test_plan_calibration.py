@@ -52,9 +52,8 @@ TRUTH = Calibration(
 def test_a_fit_finds_the_constants_that_made_its_points() -> None:
     fitted, error = calibrate.fit(COSTS, ONE, H100, ENGINE, points(TRUTH))
     assert error < 0.005
-    assert fitted.memory_efficiency == pytest.approx(0.7, rel=0.03)
-    assert fitted.compute_efficiency == pytest.approx(0.45, rel=0.05)
-    assert fitted.dense_layer_us == pytest.approx(90, rel=0.05)
+    for name, rel in (("memory_efficiency", 0.03), ("compute_efficiency", 0.05), ("dense_layer_us", 0.05)):
+        assert getattr(fitted, name) == pytest.approx(getattr(TRUTH, name), rel=rel)
     assert fitted.ttft_fixed_ms == pytest.approx(60, rel=0.1)
     # The range is narrower, and holds the truth.
     load = Workload(2000, 300, 24)
@@ -68,29 +67,26 @@ def test_a_fit_finds_the_constants_that_made_its_points() -> None:
     measured[2] = msgspec.structs.replace(measured[2], tpot_ms=10 * (measured[2].tpot_ms or 1))
     fitted, error = calibrate.fit(COSTS, ONE, H100, ENGINE, measured)
     assert error < 0.1 and fitted.memory_efficiency == pytest.approx(0.7, rel=0.12)
-
-
-def test_absurd_points_are_refused_or_kept_in_bounds_and_what_no_point_determines_stays() -> None:
-    replace = msgspec.structs.replace
-    for factor in (0.05, 30.0):
-        measured = [
-            replace(point, ttft_ms=factor * (point.ttft_ms or 0), tpot_ms=factor * (point.tpot_ms or 0))
-            for point in points(Calibration())
-        ]
-        try:
-            fitted, _ = calibrate.fit(COSTS, ONE, H100, ENGINE, measured)
-        except UserError as exc:
-            assert "off by" in exc.message
-        else:
-            assert 0.2 <= (fitted.memory_efficiency or 0) <= 1 and (fitted.spread or (0, 0))[0] >= 0.75
+    # What no point determines stays.
     fitted, _ = calibrate.fit(COSTS, ONE, H100, ENGINE, [BenchPoint(1, 100, 100, None, t) for t in (6.6, 6.7)])
     assert fitted.ttft_fixed_ms == pytest.approx(37, rel=0.01) and fitted.wave_share == pytest.approx(0.14, rel=0.01)
 
 
-@pytest.mark.parametrize("numbers", [[], [5.0], [5.0, 0.0], [5.0, float("nan")], [5.0, float("inf")]])
-def test_too_little_is_refused(numbers: list[float]) -> None:
-    with pytest.raises(UserError):
-        calibrate.fit(COSTS, ONE, H100, ENGINE, [BenchPoint(1, 10, 10, None, number) for number in numbers])
+def test_absurd_points_are_refused_or_kept_in_bounds_and_too_few_are_refused() -> None:
+    for factor in (0.05, 30.0):
+        absurd = [
+            msgspec.structs.replace(one, ttft_ms=factor * (one.ttft_ms or 0), tpot_ms=factor * (one.tpot_ms or 0))
+            for one in points(Calibration())
+        ]
+        try:
+            fitted, _ = calibrate.fit(COSTS, ONE, H100, ENGINE, absurd)
+        except UserError as exc:
+            assert "off by" in exc.message
+        else:
+            assert 0.2 <= (fitted.memory_efficiency or 0) <= 1 and (fitted.spread or (0, 0))[0] >= 0.75
+    for numbers in ([], [5.0], [5.0, 0.0], [5.0, float("nan")], [5.0, float("inf")]):
+        with pytest.raises(UserError):
+            calibrate.fit(COSTS, ONE, H100, ENGINE, [BenchPoint(1, 10, 10, None, number) for number in numbers])
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
@@ -98,24 +94,19 @@ def test_too_little_is_refused(numbers: list[float]) -> None:
 KNOWN = Calibrated("meta-llama/Llama-3.1-8B", "h100-sxm", ONE, "0.33", Calibration(memory_efficiency=0.8), 6, 0.03)
 
 
-def test_a_file_reads_as_it_was_written() -> None:
+def test_a_file_reads_as_it_was_written_and_a_damaged_one_or_that_of_another_model_or_card_is_refused() -> None:
     text = calibration.write(KNOWN)
     assert json.loads(text)["schema"] == 1 and "dense_layer_us" not in text
     assert calibration.read(text, "one.json") == KNOWN
-
-
-def test_a_damaged_file_and_that_of_another_model_or_card_are_refused() -> None:
-    changes = (("0.8", "7"), ("0.8", '"fast"'), ("memory_eff", "memroy_eff"))
-    damaged = [calibration.write(KNOWN).replace(*change) for change in changes]
-    for text in ("", "{", "[]", '{"schema": 2}', '{"schema": 1}', *damaged):
+    damaged = [text.replace(*change) for change in (("0.8", "7"), ("0.8", '"fast"'), ("memory_eff", "memroy_eff"))]
+    for wrong in ("", "{", "[]", '{"schema": 2}', '{"schema": 1}', *damaged):
         with pytest.raises(UserError, match=r'calibration "one\.json"') as caught:
-            calibration.read(text, "one.json")
+            calibration.read(wrong, "one.json")
         assert caught.value.exit_code == 2 and caught.value.hint
     calibration.check(KNOWN, ("llama-3.1-8b",), ("h100-sxm",))
-    with pytest.raises(UserError, match="measured on model"):
-        calibration.check(KNOWN, ("llama-3.1-70b",), ("h100-sxm",))
-    with pytest.raises(UserError, match="measured on GPU h100-sxm"):
-        calibration.check(KNOWN, ("llama-3.1-8b",), ("b200-sxm",))
+    for model, gpu, words in (("llama-3.1-70b", "h100-sxm", "model"), ("llama-3.1-8b", "b200-sxm", "GPU h100-sxm")):
+        with pytest.raises(UserError, match=f"measured on {words}"):
+            calibration.check(KNOWN, (model,), (gpu,))
 
 
 def test_a_plan_is_wide_with_another_layouts_constants_and_says_so() -> None:
@@ -163,9 +154,9 @@ def test_the_planner_predicts_nearer_with_the_file(
 
 
 def test_only_valid_closed_loops_count() -> None:
-    assert calibrate.point_of(measured(8, 1000, 200)) == calibrate.BenchPoint(
-        8, 1000, 200, *(measured(8, 1000, 200).summary[name] for name in ("mean_ttft_ms", "mean_tpot_ms"))
-    )
+    run = measured(8, 1000, 200)
+    times = (run.summary["mean_ttft_ms"], run.summary["mean_tpot_ms"])
+    assert calibrate.point_of(run) == BenchPoint(8, 1000, 200, *times)
     for changed in (
         {"flags": {"rate": 3.0, "concurrency": None}},
         {"valid": False},
@@ -175,11 +166,11 @@ def test_only_valid_closed_loops_count() -> None:
         assert calibrate.point_of(measured(8, 1000, 200, **changed)) is None
     with pytest.raises(UserError, match="none of 1 run"):
         calibrate.calibrated([measured(8, 10, 10, valid=False)], Deployed(LLAMA, H100.gpu, Parallel(), "0.33"))
-    # Tokens are counted from rows where totals are absent.
+    # Tokens are counted from rows where totals are absent; equally long requests came in rounds.
     rows = tuple(Request(0.0, 1.0, 5.0, 5.0, 9.0, 100 + i, 20, True) for i in (-10, 10))
-    summary = {"completed": 2, "mean_ttft_ms": 5.0, "pace": {"concurrency": 4}}
-    assert calibrate.point_of(Result("a", summary, rows)) == calibrate.BenchPoint(4, 100, 20, 5.0, None)
-    # Equally long requests came in rounds.
-    assert calibrate.point_of(
-        Result("a", summary | {"pace": {"concurrency": 1}}, rows[:1] * 2)
-    ) == calibrate.BenchPoint(1, 90, 20, 5.0, None, 2.0)
+    for some, concurrency, expected in (
+        (rows, 4, BenchPoint(4, 100, 20, 5.0, None)),
+        (rows[:1] * 2, 1, BenchPoint(1, 90, 20, 5.0, None, 2.0)),
+    ):
+        summary = {"completed": 2, "mean_ttft_ms": 5.0, "pace": {"concurrency": concurrency}}
+        assert calibrate.point_of(Result("a", summary, some)) == expected

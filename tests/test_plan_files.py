@@ -9,12 +9,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from samples import cpu_machine, deployment, gpu_machine
+from samples import cpu_machine, gpu_machine
 
 from penstock.cli import main
 from penstock.deployment import measured, planning
 from penstock.engines.vllm.engine import Vllm
-from penstock.errors import UserError
 from penstock.hardware import detect
 from penstock.models import facts
 from penstock.planner.request import SizingRequest
@@ -126,12 +125,6 @@ def test_a_written_file_goes_through_plan_and_up(
     assert (code, made["device"], made["layout"]["tensor"]) == (0, "cuda", 2)
     assert made["forecast"]["kv_cache_gib"] == pytest.approx(first["memory"]["kv_cache_gib"]["likely"])
     assert made["warnings"][-1] == "desk has no GPU: this is for 2 x NVIDIA L4, as the file requires"
-
-
-def test_up_refuses_a_format_that_is_no_flag_of_the_engine() -> None:
-    plain = deployment("llama-3.1-8b", engine={"args": {"quantization": "nvfp4"}})
-    with pytest.raises(UserError, match='cannot start vLLM with quantization "nvfp4"'):
-        planning.size(plain, facts.read("llama-3.1-8b"), gpu_machine(1), "0.33.0", 1)
 
 
 @pytest.mark.processes

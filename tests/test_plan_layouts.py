@@ -124,16 +124,6 @@ def test_one_gpu_pods_get_tensor_1() -> None:
     )
 
 
-def test_the_fewest_gpus_that_hold_the_model_inside_one_machine_or_a_pipeline_of_machines() -> None:
-    choice = choose(LLAMA_70B, fabric(n_nodes=4), at_least(2))
-    assert choice.chosen is not None and choice.chosen.layout == Parallel(2)
-    assert any(row.reason == "weights over 1 GPUs" for row in choice.refused)
-    choice = choose(LLAMA_405B, fabric(n_nodes=2), at_least(16))
-    assert choice.chosen is not None and choice.chosen.layout == Parallel(8, 2)
-    nothing = choose(LLAMA_405B, fabric(), at_least(1000))
-    assert nothing.chosen is None and nothing.ranked == () and nothing.refused
-
-
 def test_a_group_stays_inside_a_machine_that_it_does_not_fill() -> None:
     six = fabric("h100-sxm", 6, 2)
     assert layouts.crossing(Parallel(4), six) is None

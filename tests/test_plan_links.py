@@ -27,39 +27,35 @@ Legend:
 """
 
 
-def table(ways: list[list[str]], nics: int = 0) -> str:
+def table(*ways: str, nics: int = 0) -> str:
     """`nvidia-smi topo -m`: underlined header, network cards and affinities beside."""
     names = [f"GPU{n}" for n in range(len(ways))]
     cards = [f"NIC{n}" for n in range(nics)]
     lines = ["\x1b[4m\t" + "\t".join([*names, *cards, "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"]) + "\x1b[0m"]
     for name, row in zip(names, ways, strict=True):
-        lines.append("\t".join([name, *(f" {word} " for word in row), *["SYS"] * nics, "0-47,96-143", "0", "N/A"]))
+        lines.append(
+            "\t".join([name, *(f" {word} " for word in row.split()), *["SYS"] * nics, "0-47,96-143", "0", "N/A"])
+        )
     lines += ["\t".join([card, *["SYS"] * len(names), *[" X "] * nics]) for card in cards]
     return "\n".join(lines) + "\n" + LEGEND
 
 
 def peers(n_gpus: int, word: str) -> str:
     """`nvidia-smi topo -p2p r`."""
-    lines = [" \t" + "".join(f"GPU{n}\t" for n in range(n_gpus))]
-    for row in range(n_gpus):
-        lines.append(f" GPU{row}\t" + "".join(("X" if row == n else word) + "\t" for n in range(n_gpus)))
-    return "\n".join(lines) + "\n\nLegend:\n\n  X    = Self\n  OK   = Status Ok\n  CNS  = Chipset not supported\n"
+    gpus = range(n_gpus)
+    rows = (f" GPU{row}\t" + "".join(("X" if row == n else word) + "\t" for n in gpus) for row in gpus)
+    return "\n".join((" \t" + "".join(f"GPU{n}\t" for n in gpus), *rows)) + "\n" + LEGEND
 
 
 def status(n_gpus: int, links: int, rate: str) -> str:
-    lines = []
-    for gpu in range(n_gpus):
-        lines.append(f"GPU {gpu}: NVIDIA H100 80GB HBM3 (UUID: GPU-0000000{gpu}-0000)")
-        lines += [f"\t Link {link}: {rate} GB/s" for link in range(links)]
-    return "\n".join(lines) + "\n"
+    rows = "".join(f"\t Link {link}: {rate} GB/s\n" for link in range(links))
+    return "".join(f"GPU {gpu}: NVIDIA H100 80GB HBM3 (UUID: GPU-0000000{gpu}-0000)\n{rows}" for gpu in range(n_gpus))
 
 
-PCIE_X4 = table(
-    [row.split() for row in ("X PHB NODE SYS", "PHB X NODE SYS", "NODE NODE X SYS", "SYS SYS SYS X")], nics=4
-)
-BRIDGED = table([row.split() for row in ("X NV4 SYS SYS", "NV4 X SYS SYS", "SYS SYS X NV4", "SYS SYS NV4 X")])
+PCIE_X4 = table("X PHB NODE SYS", "PHB X NODE SYS", "NODE NODE X SYS", "SYS SYS SYS X", nics=4)
+BRIDGED = table("X NV4 SYS SYS", "NV4 X SYS SYS", "SYS SYS X NV4", "SYS SYS NV4 X")
 # DGX-1: a cube of V100s, where some pairs are two hops apart.
-CUBE = table([row.split() for row in ("X NV1 NV2 SYS", "NV1 X SYS NV2", "NV2 SYS X NV1", "SYS NV2 NV1 X")])
+CUBE = table("X NV1 NV2 SYS", "NV1 X SYS NV2", "NV2 SYS X NV1", "SYS NV2 NV1 X")
 RECORDED = (
     "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
     "GPU0\t X \tNV18\tNV18\tNV18\t0-63\t0\t\tN/A\nGPU1\tNV18\t X \tNV18\tNV18\t0-63\t0\t\tN/A\n"
@@ -97,7 +93,7 @@ def test_what_joins_the_gpus_is_read_from_the_tables() -> None:
         (links_in(BRIDGED, OK, indices=(2, 3)), Links(2, 2, None, None, True), "NVLink joins all 2"),
         (links_in(BRIDGED, OK, indices=(1, 2)), Links(2, 1, None, "SYS", True), "PCIe (SYS) joins 2"),
         (links_in(CUBE, OK), Links(4, 4, None, None, True), "NVLink joins all 4"),
-        (links_in(table([["X"]]), peers(1, "OK"), indices=(0,)), Links(1, 1), "one GPU"),
+        (links_in(table("X"), peers(1, "OK"), indices=(0,)), Links(1, 1), "one GPU"),
     ):
         assert links == expected and links.words.startswith(words)
     for word in ("NS", "CNS", "GNS", "U", "DR"):
@@ -107,7 +103,6 @@ def test_what_joins_the_gpus_is_read_from_the_tables() -> None:
 
 def test_text_without_a_table_or_an_active_link_gives_nothing() -> None:
     for text in ("", "No devices were found\n", "Failed to initialize NVML: Driver/library\n", LEGEND):
-        assert parse_matrix(text) == {} and parse_rate(text) is None
         assert links_in(text, text, text, (0, 1)) is None
     text = "GPU 0: NVIDIA RTX A6000 (UUID: GPU-1)\n\t Link 0: <inactive>\n\t Link 1: <inactive>\n"
     assert parse_rate(text) is None

@@ -33,23 +33,14 @@ replace = msgspec.structs.replace
 
 
 FITS = planned("llama-3.1-70b", "h100-sxm", gpus_per_node=8, ttft_ms=500, tpot_ms=40, context_per_user=8000)
+ON_THREE: dict[str, Any] = {"gpus_per_node": 4, "nodes": 3, "network": "eth-25g", "tensor": 4, "pipeline": 2}
+ON_128: dict[str, Any] = {"gpus_per_node": 8, "nodes": 128, "network": "ib-ndr-400", "tensor": 8, "pipeline": 4}
 CASES: dict[str, tuple[SizingRequest, Sizing]] = {
     "fits": FITS,
-    "pipeline": planned(
-        *("llama-3.1-70b", "a100-sxm4-40"), gpus_per_node=4, nodes=3, network="eth-25g", tensor=4, pipeline=2
-    ),
+    "pipeline": planned("llama-3.1-70b", "a100-sxm4-40", **ON_THREE),
     "does-not-fit": planned("llama-3.1-70b", "h100-sxm"),
     "illegal": planned("llama-3.1-70b", "h100-sxm", gpus_per_node=8, tensor=3),
-    "1024-gpus": planned(
-        *("deepseek-v3", "h100-sxm"),
-        gpus_per_node=8,
-        nodes=128,
-        network="ib-ndr-400",
-        tensor=8,
-        pipeline=4,
-        data=16,
-        expert=True,
-    ),
+    "1024-gpus": planned("deepseek-v3", "h100-sxm", data=16, expert=True, **ON_128),
     "rack": planned("llama-3.1-70b", "gb200", gpus_per_node=72, tensor=8, pipeline=2, data=4),
     "too-slow": planned("llama-3.1-8b", "h100-sxm", ttft_ms=1, tpot_ms=3),
     "kv-alone": planned("llama-3.1-70b", "h100-sxm", gpus_per_node=4, tensor=4, available_kv_gib=(20.0,)),
@@ -114,6 +105,7 @@ def test_no_line_is_wider_than_the_terminal_and_none_ends_in_blanks(width: int) 
     for name, case in CASES.items():
         lines = plan_text.text(*case, width).splitlines()
         assert [line for line in lines if len(line) > width or line != line.rstrip()] == [], name
+    assert "--kv-cache-dtype" in plan_text.text(*planned("llama-3.1-8b", "h100-sxm"), width), "no flag is broken"
 
 
 def test_a_bar_adds_up_to_the_card_or_says_by_how_much_not() -> None:
@@ -183,13 +175,5 @@ def shape(value: Any) -> Any:
 def test_json_has_exactly_the_contract() -> None:
     plain = json.loads(json.dumps(contract(FITS[1])))
     compare("contract", json.dumps(shape(plain), indent=1) + "\n")
-
-
-def test_the_picture_is_an_svg_of_the_view_that_fetches_nothing() -> None:
-    drawn = {name: plan_text.svg(*case) for name, case in CASES.items()}["fits"]
+    drawn = plan_text.svg(*FITS)  # the picture is the view, and fetches nothing
     assert drawn.startswith("<svg") and "475,648" in drawn and "█" in drawn and "url(http" not in drawn
-
-
-def test_a_flag_of_a_lever_is_not_broken_in_a_narrow_terminal() -> None:
-    shown = plan_text.text(*planned("llama-3.1-8b", "h100-sxm"), 60)
-    assert "--kv-cache-dtype" in shown and "start it" in shown

@@ -66,10 +66,7 @@ def test_the_next_plan_has_the_kv_cache_that_the_engine_reported() -> None:
     assert after.memory.activation_gib.likely == pytest.approx(1.04, abs=0.001)
     assert after.memory.cuda_graph_gib.likely == pytest.approx(0.92, abs=0.001)
     assert planning.solve(H200, with_measured=False).measured_on is None
-
-
-def test_up_and_another_length_and_share_of_the_same_engine_use_it_too() -> None:
-    kept(up())
+    # `up`, another length and another share of the same engine use it too.
     plan = up()
     assert plan.forecast is not None and any("2027-01-15" in warning for warning in plan.warnings)
     assert plan.forecast.kv_cache_gib == pytest.approx(110.98, abs=0.02)
@@ -159,15 +156,13 @@ def test_flags_that_planning_knows_are_read_from_the_engines_arguments() -> None
     assert (odd.max_num_batched_tokens, odd.more_args) == (None, ("--max-num-batched-tokens", "8k"))
 
 
-def test_the_workload_and_the_layout_reach_the_planner() -> None:
+def test_the_workload_and_the_layout_reach_the_planner_and_notes_become_warnings() -> None:
     workload = {"input_tokens": 5, "output_tokens": 6, "concurrency": 7, "ttft_ms": 80, "tpot_ms": 9}
     asked = request(workload=workload, parallel={"tensor": 2, "expert": True}, hardware={"gpus_per_node": 4})
     assert [getattr(asked, name) for name in workload] == [5, 6, 7, 80, 9]
     assert (asked.fixed_layout, asked.gpus_per_node) == (Parallel(2, expert=True), 4)
     assert request().fixed_layout is None
-
-
-def test_notes_of_the_facts_and_flags_whose_memory_is_not_counted_become_warnings() -> None:
+    # Those of the facts, and of flags whose memory is not counted.
     asked = request(engine={"args": {"speculative-config": "{}", "seed": 1}})
     noted = msgspec.structs.replace(asked, facts=msgspec.structs.replace(FACTS, notes=("read from a copy",)))
     warnings = ("read from a copy", "the memory of --speculative-config is not modelled, and not counted")
@@ -209,5 +204,8 @@ def test_what_is_not_modelled_stops_plan_and_not_up(version: str, config: dict[s
     plan = launch.make_on_gpus(WANTED, LLAMA_70B, BOX, version, 1, sized_answer)
     decides = "vLLM is started anyway and decides whether it fits"
     assert plan.warnings == (f"not planned: {sized_answer.not_modelled}; {decides}",)
+    plain = deployment(LLAMA, engine={"args": {"quantization": "nvfp4"}})  # a format that is no flag of the engine
+    with pytest.raises(UserError, match='cannot start vLLM with quantization "nvfp4"'):
+        planning.size(plain, FACTS, BOX, "0.33.0", 1)
     with pytest.raises(UserError, match="no network"):  # an unknown network is the user's mistake
         up(hardware={"network": "carrier-pigeon"})
