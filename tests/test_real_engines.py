@@ -1,6 +1,6 @@
 """The bundled model on the embedded engine and on real vLLM, behind the real gateway. One model load an engine.
 
-Commands run as the user runs them: each in a process and a home of its own.
+Commands run as the user runs them: each in a process.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import openai
 import pytest
 import yaml
 from dashboard_queries import all_queries, queries
-from launching import measured
+from launching import Place, a_place, call, measured
 from prometheus_rig import Prometheus
 from trace_collector import TraceCollector
+from waiting import left_s, until
 
-from penstock import processes
+from penstock import run_folder
 from penstock.deployment import metrics
 from penstock.engines.vllm.names import RUNNING
 from penstock.observe.boards.operations import OPERATIONS
@@ -35,7 +36,6 @@ from penstock.wire.answers import Reply
 from penstock.wire.client import Client
 from penstock.wire.model_list import ReplicaCount
 
-DEADLINE_S = 300.0  # a start of real vLLM takes 80 s of two cores, and it is not alone on them
 TRUTH_S = 60.0  # 10 s are promised, on a machine that is not as busy as one that runs tests
 CAPITAL: Any = [{"role": "user", "content": "What is the capital of South Korea?"}]
 
@@ -47,10 +47,10 @@ class Live:
         self.home, self.name = home, name
         self.run = Run(home / "runs" / name)
 
-    def command(self, *words: str, timeout_s: float = DEADLINE_S) -> subprocess.CompletedProcess[str]:
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "PENSTOCK_HOME": str(self.home)}
         argv = [sys.executable, "-m", "penstock.cli.main", *words]
-        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout_s)
+        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=left_s())
 
     def status(self) -> dict[str, Any]:
         done = self.command("status", self.name, "--json")
@@ -59,12 +59,8 @@ class Live:
         assert isinstance(facts, dict)
         return facts
 
-    def wait(self, is_so: Callable[[dict[str, Any]], bool], what: str, timeout_s: float = DEADLINE_S) -> dict[str, Any]:
-        deadline = time.monotonic() + timeout_s
-        while not is_so(facts := self.status()):
-            assert time.monotonic() < deadline, f"expected: {what}; status says {json.dumps(facts)[:2000]}"
-            time.sleep(0.3)
-        return facts
+    def wait(self, is_so: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+        return until(lambda: facts if is_so(facts := self.status()) else None, f"{what} in {self.name}")
 
     @property
     def client(self) -> Client:
@@ -74,63 +70,22 @@ class Live:
     def openai(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.run.url}/v1", api_key="unused", max_retries=0)
 
-    def pid(self, role: str) -> int:
-        """Of a process of the engine."""
-        processes = self.status()["replicas"][0]["announcement"]["processes"]
-        found = [process["pid"] for process in processes if process["role"] == role]
-        assert found, f"no process with role {role!r}: {processes}"
-        return int(found[0])
-
     def seoul(self) -> str:
         return self.client.chat(CAPITAL, model=self.name, max_tokens=40, temperature=0).text
 
 
 @contextlib.contextmanager
-def a_home() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="penstock-home-") as folder:
-        yield Path(folder)
-
-
-@contextlib.contextmanager
 def deployed(engine: str, name: str, *flags: str) -> Iterator[Live]:
     """`penstock up` of the bundled model; at the end `penstock down`, and nothing of it may be left."""
-    with a_home() as home:
-        live = Live(home, name)
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-home-") as folder,
+        a_place(Path(folder), deadline_s=left_s()) as place,
+    ):
+        live = Live(Path(folder) / "home", name)
         done = live.command("up", "--name", name, "--engine", engine, "--port", "0", *flags)
-        segments: set[str] = set()
-        try:
-            assert done.returncode == 0, done.stdout + done.stderr
-            sockets = listening(ports_of(live))
-            yield live
-            segments = set(processes.shared_memory(processes.find_marked(str(live.run.path))))
-            sockets |= listening(ports_of(live))
-        finally:
-            ended = live.command("down", name)
-        assert ended.returncode == 0, ended.stderr
-        assert_nothing_left(live, segments)
-        left = sockets & listening([port for port, _ in sockets])
-        assert not left, f"still open, by port and inode: {left}"
-
-
-def listening(ports: list[int]) -> set[tuple[int, str]]:
-    """The sockets that listen on these ports, by port and inode: a free port may soon be another test's."""
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    # https://docs.kernel.org/networking/proc_net_tcp.html: column 1 is address:port in hex, 3 the state, 9 the inode.
-    found = {(int(row[1].rpartition(":")[2], 16), row[9]) for row in rows if row[3] == "0A"}
-    return {(port, inode) for port, inode in found if port in ports}
-
-
-def assert_nothing_left(live: Live, segments: set[str]) -> None:
-    assert not processes.find_marked(str(live.run.path)), "a process is left"
-    assert not list(Path(tempfile.gettempdir()).glob(f"penstock-{live.run.record().id}-*")), "a folder is left"
-    assert not [segment for segment in segments if Path(segment).exists()], "a shared-memory segment is left"
-
-
-def ports_of(live: Live) -> list[int]:
-    """Every port that the deployment listens on."""
-    settings = live.run.gateway_file()
-    urls = [settings.listen, settings.admin, live.status()["replicas"][0]["announcement"]["url"]]
-    return [int(url.rpartition(":")[2]) for url in urls]
+        assert done.returncode == 0, done.stdout + done.stderr
+        place.note(live.run)
+        yield live
 
 
 def ask(client: Client, row: DemoPrompt, model: str) -> Reply:
@@ -229,25 +184,24 @@ def test_every_query_of_the_dashboards_has_an_answer(live: Live) -> None:
     prometheus = Prometheus(metrics.prometheus_url(live.run))
     source = live.run.path / "grafana" / "provisioning" / "datasources" / "penstock.yaml"
     assert yaml.safe_load(source.read_text("utf-8"))["datasources"][0]["url"] == prometheus.url
-    deadline = time.monotonic() + 60
-    while not (prometheus.ask(f"rate({RUNNING}[30s])") and prometheus.ask("rate(penstock_requests_total[30s]) > 0")):
-        assert "Seoul" in live.seoul()
-        assert time.monotonic() < deadline, "no two scrapes"
-    assert prometheus.ask(RUNNING)[0][0].items() >= {"deployment": live.name, "model_name": live.name}.items()
     river = next(row for row in DEMO_PROMPTS if "river" in row.prompt)
-    while not prometheus.ask("rate(penstock_time_per_output_token_seconds_count[30s]) > 0"):
-        messages = [{"role": "user", "content": river.prompt}]
+    messages = [{"role": "user", "content": river.prompt}]
+
+    def is_measured() -> bool:
+        assert "Seoul" in live.seoul()
         list(live.client.stream_chat(messages, model=live.name, max_tokens=MAX_TOKENS, temperature=0))
-        assert time.monotonic() < deadline, "no stream was measured"
-        time.sleep(0.5)
-    asked = [(title, expr.replace("[5m]", "[30s]").replace("[1h:1m]", "[20s:1s]")) for title, expr in all_queries()]
-    empty = [(title, expr) for title, expr in asked if not NOT_HERE.search(expr)]
-    while empty := [(title, expr) for title, expr in empty if not prometheus.ask(expr)]:
-        assert time.monotonic() < deadline, empty
-        time.sleep(1.0)
+        rates = (f"{name}[30s]" for name in ("penstock_requests_total", "penstock_time_per_output_token_seconds_count"))
+        return bool(prometheus.ask(f"rate({RUNNING}[30s])")) and all(prometheus.ask(f"rate({of}) > 0") for of in rates)
+
+    until(is_measured, "two scrapes with requests between")
+    assert prometheus.ask(RUNNING)[0][0].items() >= {"deployment": live.name, "model_name": live.name}.items()
     # The promised latencies are bounds of the engine's own histograms.
     assert prometheus.ask('vllm:inter_token_latency_seconds_bucket{le="0.002"}')
     assert prometheus.ask('vllm:time_to_first_token_seconds_bucket{le="30.0"}')
+    asked = [(title, expr.replace("[5m]", "[30s]").replace("[1h:1m]", "[20s:1s]")) for title, expr in all_queries()]
+    for title, expr in asked:
+        if not NOT_HERE.search(expr):
+            until(lambda: prometheus.ask(expr), f"{title}: an answer to {expr}")  # noqa: B023 - called at once
     tiles = [each for each in asked[: len(queries(OPERATIONS))] if each[0] in ("Replicas", "TTFT kept", "Failed")]
     assert [(title, prometheus.ask(expr)[0][1]) for title, expr in tiles] == [
         *(("Replicas", 1.0), ("Replicas", 1.0), ("Failed", 0.0), ("TTFT kept", 1.0))
@@ -260,12 +214,9 @@ def test_the_span_of_vllm_hangs_below_that_of_the_gateway(live: Live, collector:
     trace_id = os.urandom(16).hex()
     headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
     live.openai.completions.create(model=live.name, prompt="Singapore is a", max_tokens=4, extra_headers=headers)
-    deadline = time.monotonic() + 15
-    while len(spans := collector.spans(trace_id)) < 2:
-        assert time.monotonic() < deadline, spans
-        time.sleep(0.1)
-    (ours,) = [span for span in spans if span.parent_id == "00f067aa0ba902b7"]
-    (theirs,) = [span for span in spans if span is not ours]
+    until(lambda: len(collector.spans(trace_id)) == 2, "both spans")
+    (ours,) = [span for span in collector.spans(trace_id) if span.parent_id == "00f067aa0ba902b7"]
+    (theirs,) = [span for span in collector.spans(trace_id) if span != ours]
     assert (ours.name, theirs.parent_id) == (f"text_completion {live.name}", ours.span_id)
 
 
@@ -284,9 +235,13 @@ def test_a_killed_engine_comes_back(live: Live, role: str) -> None:
     def n_restarts(facts: dict[str, Any]) -> int:
         return int(facts["replicas"][0]["n_restarts"])
 
-    before = n_restarts(live.status())
-    os.kill(live.pid(role), 9)
-    live.wait(lambda facts: n_restarts(facts) > before or facts["phase"] != "ready", "its death is noticed", TRUTH_S)
+    facts = live.status()
+    before = n_restarts(facts)
+    (pid, *_) = [row["pid"] for row in facts["replicas"][0]["announcement"]["processes"] if row["role"] == role]
+    os.kill(pid, 9)
+    began = time.monotonic()
+    live.wait(lambda facts: n_restarts(facts) > before or facts["phase"] != "ready", "its death is noticed")
+    assert time.monotonic() - began < TRUTH_S
     assert "Seoul" in live.seoul(), "a request sent while the engine was away"
     facts = live.wait(lambda facts: facts["phase"] == "ready" and n_restarts(facts) > before, "it is back")
     assert facts["replicas"][0]["restarts"][-1]["reason"]
@@ -295,15 +250,14 @@ def test_a_killed_engine_comes_back(live: Live, role: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.vllm
-def test_vllm_that_refuses_its_settings_says_why() -> None:
+def test_vllm_that_refuses_its_settings_says_why(place: Place) -> None:
     """A start that cannot work: exit code 1, our reading, vLLM's last lines, and nothing left."""
-    with a_home() as home:
-        live = Live(home, "refused")
-        flags = ("--port", "0", "--set", "engine.args.dtype=float99")
-        done = live.command("up", "--name", "refused", "--engine", "vllm", *flags)
-        assert done.returncode == 1
-        assert 'could not start replica 0 of "refused": vLLM exited with code 2: vLLM refused' in done.stderr
-        assert "float99" in done.stderr
-        assert "hint: Check engine.args" in done.stderr
-        assert live.status()["phase"] == "failed"
-        assert_nothing_left(live, set())
+    flags = ("--port", "0", "--set", "engine.args.dtype=float99")
+    done = call("up", "--name", "refused", "--engine", "vllm", *flags)
+    assert done.code == 1
+    assert 'could not start replica 0 of "refused": vLLM exited with code 2: vLLM refused' in done.err
+    assert "float99" in done.err
+    assert "hint: Check engine.args" in done.err
+    assert call("status", "refused", "--json").json["phase"] == "failed"
+    place.note(run_folder.find("refused"))
+    place.assert_nothing_left()
