@@ -72,9 +72,7 @@ def test_every_model_has_a_config_and_every_config_a_row() -> None:
     for name in folders:
         assert json.loads((DATA / "models" / name / "config.json").read_text("utf-8"))["architectures"]
         assert models_catalog.model(name).source
-
-
-def test_a_model_answers_to_its_hub_id_too_and_a_config_is_the_callers_own_copy() -> None:
+    # It answers to its hub id too, and a config is the caller's own copy.
     row = models_catalog.model("llama-3.1-405b")
     assert models_catalog.find(row.hf_id.upper()) == "llama-3.1-405b"
     assert models_catalog.find("vicuna-13b-v1.3") == "vicuna-13b-v1.3" and not models_catalog.find("nobody/nothing")

@@ -17,7 +17,7 @@ from samples import DEMO, LLAMA_70B, cpu_machine, demo_plan, deployment, gpu_mac
 from penstock import engines
 from penstock.engines import KEY_VARIABLE, Call, Command, Place, Seen
 from penstock.engines.vllm import names
-from penstock.engines.vllm.engine import Vllm, pass_through
+from penstock.engines.vllm.engine import Vllm
 from penstock.engines.vllm.key_middleware import RequireKey
 from penstock.errors import Problem
 from penstock.planner import Plan, launch
@@ -47,8 +47,10 @@ TP4 = deployment(
     parallel={"tensor": 4, "expert": True},
     engine={"max_model_len": 32768, "args": {"enable_prefix_caching": True, "chunked-prefill": False}},
 )
+PASSED = {"seed": 7, "enable-x": True, "enable_y": None, "enable-z": False, "--max-num-batched-tokens": 4}
+PASSED |= {"middleware": ["a", "b"], "compilation-config": '{"mode": 3}'}
 PLANS = {
-    "cpu": cpu_plan(engine={"args": {"seed": 7}, "env": {"OMP_NUM_THREADS": "3"}}),
+    "cpu": cpu_plan(engine={"args": PASSED, "env": {"OMP_NUM_THREADS": "3"}}),
     "cpu-tp2": cpu_plan(parallel={"tensor": 2}),
     "cpu-pp2": cpu_plan(parallel={"pipeline": 2}),
     "cuda-tp4": on_gpus(TP4),
@@ -152,15 +154,6 @@ def test_sleep_opens_its_routes_and_wakes_from_level_2_with_the_weights_before_t
 def test_what_cannot_sleep_says_why(plan: Plan, why: str | None) -> None:
     said = VLLM.why_sleepless(plan)
     assert said == why if why is None or said is None else why in said
-
-
-def test_arguments_pass_through() -> None:
-    args: dict[str, Scalar | list[Scalar]] = {
-        "enable-x": True, "enable_y": None, "enable-z": False, "--max-num-seqs": 4, "dtype": "auto",
-        "middleware": ["a", "b"], "compilation-config": '{"mode": 3}',
-    }  # fmt: skip
-    expected = "--enable-x --enable-y --no-enable-z --max-num-seqs 4 --dtype auto --middleware a b"
-    assert pass_through(args) == [*expected.split(), "--compilation-config", '{"mode": 3}']
 
 
 def test_flags_that_are_gone_or_that_penstock_sets_are_refused_with_what_to_do() -> None:

@@ -108,6 +108,12 @@ def test_a_folder_with_only_a_config_is_enough(tmp_path: Path) -> None:
     assert (read.config, read.tensors, read.index_bytes, read.notes) == (CONFIG, None, None, ())
     assert read.source == f"{tmp_path}: config.json alone"
     assert facts.read(str(tmp_path / "config.json")).config == CONFIG
+    # An index without all its shards gives the bytes.
+    (tmp_path / files.INDEX).write_bytes(as_json(INDEX))
+    none = facts.read(str(tmp_path))
+    one = facts.read(str(folder(tmp_path, a__safetensors=ONE)))
+    assert (none.tensors, none.index_bytes, len(none.notes)) == (None, 25_856, 0)
+    assert (one.tensors, one.index_bytes, len(one.notes)) == (None, 25_856, 1)
 
 
 def test_a_folder_has_every_tensor_of_every_shard_that_counts(tmp_path: Path) -> None:
@@ -126,15 +132,6 @@ def test_a_folder_has_every_tensor_of_every_shard_that_counts(tmp_path: Path) ->
     assert facts.read(str(path)).index_bytes == 13_056
     (path / "a.safetensors").unlink()
     assert facts.read(str(path)).index_bytes == 13_056
-
-
-def test_an_index_without_all_its_shards_gives_the_bytes(tmp_path: Path) -> None:
-    folder(tmp_path, config__json=as_json(CONFIG))
-    (tmp_path / files.INDEX).write_bytes(as_json(INDEX))
-    none = facts.read(str(tmp_path))
-    one = facts.read(str(folder(tmp_path, a__safetensors=ONE)))
-    assert (none.tensors, none.index_bytes, len(none.notes)) == (None, 25_856, 0)
-    assert (one.tensors, one.index_bytes, len(one.notes)) == (None, 25_856, 1)
 
 
 def test_a_shard_that_is_none_has_a_note_and_is_not_counted(tmp_path: Path) -> None:
@@ -240,7 +237,9 @@ def test_a_gated_model_is_explained_or_taken_from_the_catalogue(served: Hub) -> 
     assert "it is gated; using the catalogue's copy" in found.notes[0]
 
 
-def test_offline_nothing_is_asked(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_nothing_is_asked_and_the_hubs_own_cache_is_used(
+    served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sharded(served)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert facts.read(CATALOGUED).notes[0].startswith("HF_HUB_OFFLINE is set; using the catalogue's copy")
@@ -250,6 +249,12 @@ def test_offline_nothing_is_asked(served: Hub, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(UserError) as caught:
         facts.read("meta-llama/Llama-3.3-70B-Instruct")
     assert "Did you mean llama-3.1-70b?" in str(caught.value.hint)
+    cache = tmp_path / "hf" / "models--someone--tiny"
+    folder(cache / "refs", main=b"abc123\n")
+    folder(cache / "snapshots" / "abc123", config__json=as_json(CONFIG), model__safetensors=ONE)
+    found = facts.read(NAME)
+    assert (found.index_bytes, found.hub_id) == (13_056, NAME)
+    assert "using the hub's cache" in found.notes[0]
 
 
 def test_a_repository_that_differs_in_training_alone_has_the_layers_of_the_catalogue(
@@ -265,16 +270,6 @@ def test_a_repository_that_differs_in_training_alone_has_the_layers_of_the_catal
     for name in ("unsloth/Llama-3.1-70B-Instruct", "meta-llama/Llama-3.1-70B-Instruct-FP8"):
         with pytest.raises(UserError):
             facts.read(name)
-
-
-def test_offline_the_hubs_own_cache_is_used(tmp_path: Path, served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "true")
-    cache = tmp_path / "hf" / "models--someone--tiny"
-    folder(cache / "refs", main=b"abc123\n")
-    folder(cache / "snapshots" / "abc123", config__json=as_json(CONFIG), model__safetensors=ONE)
-    found = facts.read(NAME)
-    assert (found.index_bytes, found.hub_id) == (13_056, NAME)
-    assert "using the hub's cache" in found.notes[0]
 
 
 def test_no_network_is_explained(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A model from a hub on loopback into a cache or a folder, and what can go wrong on the way."""
+"""A model from a hub on loopback into a cache, a folder or a volume, and what can go wrong on the way."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.cli import fetch as fetch_verb
 from penstock.cli import main
 from penstock.engines.vllm.engine import Vllm
 from penstock.errors import PenstockError, UserError
-from penstock.models import fetch, fetch_files, fetch_lock, hub, manifest, sources
+from penstock.models import fetch, fetch_files, fetch_lock, hub, manifest, sources, volume
 
 NAME = "org/tiny"
 FILES = {"config.json": b"{}", "tokenizer.json": b"{    }", "a.safetensors": b"a" * 100, "b.safetensors": b"b" * 50}
@@ -123,6 +123,25 @@ def test_a_folder_that_differs_from_its_manifest_is_not_called_right(
         assert (" of 158 B, " in error) == ("--verify" in words), "it says how far it is"
     assert main.run(["fetch", f"hf://{NAME}@{COMMIT}", "--to", str(folder)]) == 0
     assert path.read_bytes() == FILES["a.safetensors"] and manifest.verify(folder) == []
+
+
+def test_what_is_missing_short_newer_or_a_link_out_of_the_cache_does_not_fit(served: HubServer, tmp_path: Path) -> None:
+    folder = fetch.fetch(SOURCE, None, tmp_path / "hub")
+    counted: list[int] = []
+    assert manifest.verify(folder, counted.append) == [] and sum(counted) == 158
+    assert manifest.fits(folder, COMMIT) and not manifest.fits(folder, "c1")
+    path = folder / "config.json"
+    os.utime(path, ns=(0, 0))
+    assert not manifest.fits(folder) and manifest.verify(folder) == []
+    path.resolve().write_bytes(b"{")
+    assert [str(problem) for problem in manifest.verify(folder)] == ["config.json: 1 bytes instead of 2"]
+    path.unlink()
+    assert [problem.message for problem in manifest.verify(folder)] == ["missing"] and not manifest.fits(folder)
+    (tmp_path / "outside").write_bytes(b"{}")
+    path.symlink_to(tmp_path / "outside")
+    assert "link out of" in manifest.verify(folder)[0].message and not manifest.fits(folder)
+    (folder / manifest.NAME).write_text("{")
+    assert manifest.read(folder) is None and "has no MANIFEST.json" in manifest.verify(folder)[0].message
 
 
 @pytest.mark.parametrize(
@@ -289,3 +308,88 @@ def test_errors_say_what_is_missing(served: HubServer, capsys: pytest.CaptureFix
     ):
         assert main.run(["fetch", *words]) == 2
         assert expected in capsys.readouterr().err
+
+
+# ---- the program that fetches into a volume --------------------------------------------------------------------------
+
+
+def path_in(volume: Path, revision: str = "main") -> str:
+    return f"{volume}/models--org--tiny/snapshots/{revision}"
+
+
+def test_a_model_is_fetched_once_and_is_whole_when_the_marker_is_there(served: HubServer, tmp_path: Path) -> None:
+    lines: list[str] = []
+    assert volume.fetch(NAME, path_in(tmp_path), "safetensors", lines.append) == COMMIT
+    folder = Path(path_in(tmp_path))
+    assert {path.name for path in folder.iterdir()} == {*FILES, volume.MARKER, manifest.NAME}
+    assert all((folder / name).read_bytes() == body for name, body in FILES.items())
+    assert (folder / volume.MARKER).read_text() == f"{COMMIT}\n"
+    assert lines[-1].startswith("weights complete: weights 4/4 files, 0.0 GB of 0.0 GB, commit c1899de")
+    waited: list[str] = []
+    volume.wait(path_in(tmp_path), waited.append)
+    assert waited == ["weights 4/4 files, 0.0 GB of 0.0 GB", "weights complete"]
+    n_asked = len(served.asked)
+    for path in (path_in(tmp_path), path_in(tmp_path, COMMIT)):
+        assert volume.fetch(NAME, path, "safetensors", lines.append) == COMMIT
+    assert lines[-1] == "weights complete: fetched before" and len(served.asked) == n_asked
+    # Without the marker the files are looked at, and not fetched again.
+    (folder / volume.MARKER).unlink()
+    served.asked.clear()
+    volume.fetch(NAME, path_in(tmp_path), "safetensors", lines.append)
+    assert served.downloads == [] and (folder / volume.MARKER).is_file()
+
+
+def test_a_download_that_breaks_off_leaves_no_marker_and_is_resumed(served: HubServer, tmp_path: Path) -> None:
+    served.cut["a.safetensors"] = 10
+    with pytest.raises(PenstockError):
+        volume.fetch(NAME, path_in(tmp_path), "safetensors", lambda _: None)
+    assert not Path(path_in(tmp_path)).exists()
+    served.cut.clear()
+    volume.fetch(NAME, path_in(tmp_path), "safetensors", lambda _: None)
+    assert Path(path_in(tmp_path), volume.MARKER).is_file()
+
+
+def test_all_parts_of_a_gguf_are_fetched(served: HubServer, tmp_path: Path) -> None:
+    parts = {f"q4/m-0000{number}-of-00002.gguf": b"x" for number in (1, 2)}
+    served.files = FILES | parts
+    volume.fetch(NAME, f"{path_in(tmp_path)}/q4/m-00001-of-00002.gguf", "gguf", lambda _: None)
+    assert all((Path(path_in(tmp_path)) / name).is_file() for name in parts)
+    assert not (Path(path_in(tmp_path)) / "a.safetensors").exists()
+
+
+def test_a_file_of_another_size_is_refused_and_dropped(served: HubServer, tmp_path: Path) -> None:
+    volume.fetch(NAME, path_in(tmp_path, COMMIT), "safetensors", lambda _: None)
+    broken = Path(path_in(tmp_path, COMMIT), "config.json")
+    Path(broken.parent, volume.MARKER).unlink()
+    broken.resolve().write_bytes(b"{")
+    with pytest.raises(PenstockError, match='of model "org/tiny": it has 1 bytes, and the hub 2') as caught:
+        volume.fetch(NAME, path_in(tmp_path, COMMIT), "safetensors", lambda _: None)
+    assert caught.value.is_retryable and not broken.exists(), "the next try fetches it"
+
+
+def test_a_full_volume_and_a_repository_without_weights_are_refused(
+    served: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match="has no file of its weights"):
+        volume.fetch(NAME, path_in(tmp_path), "gguf", lambda _: None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(UserError, match=r"GB are missing, and the volume has 0\.0 GB"):
+        volume.fetch(NAME, path_in(tmp_path), "safetensors", lambda _: None)
+    with pytest.raises(UserError, match="not a path in a hub's cache"):
+        volume.fetch(NAME, "/models", "safetensors", lambda _: None)
+
+
+def test_the_one_that_waits_ends_when_the_marker_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(path_in(tmp_path))
+
+    def complete(_: float) -> None:
+        folder.mkdir(parents=True)
+        (folder / volume.MARKER).touch()
+
+    monkeypatch.setattr(volume, "time", SimpleNamespace(sleep=complete))
+    assert volume.main([NAME, path_in(tmp_path), "safetensors", "--wait"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["weights: not begun", "weights complete"]
+    assert volume.main([NAME, "/models", "safetensors"]) == 2
+    assert "penstock: cannot fetch a model" in capsys.readouterr().out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import ssl
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -162,24 +161,21 @@ def test_proxies_of_the_environment_count(
 
 @pytest.mark.processes
 def test_a_private_authority_is_trusted_when_it_is_named(
-    serve: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Callable[..., Server], certificate: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "ca.pem"
-    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=127.0.0.1"
-    argv = ["openssl", *words.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
-    subprocess.run(argv, check=True, capture_output=True)
+    file, key = certificate
     server = serve(reply(200, BODY))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
+    context.load_cert_chain(file, key)
     server.socket = context.wrap_socket(server.socket, server_side=True)
-    url, part = server.url.replace("http:", "https:"), PartFile(tmp_path / "part")
+    url, part = server.url.replace("http://127.0.0.1", "https://localhost"), PartFile(tmp_path / "part")
     for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
     http_files._tls.cache_clear()
     with pytest.raises(PenstockError, match="failed") as caught:
         fetch(url, part)
     assert "SSL_CERT_FILE" in str(caught.value.hint) and not caught.value.is_retryable
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    monkeypatch.setenv("SSL_CERT_FILE", str(file))
     http_files._tls.cache_clear()
     fetch(url, part)
     http_files._tls.cache_clear()

@@ -36,15 +36,13 @@ def test_every_name_leads_somewhere_and_is_documented() -> None:
     assert [name for name in penstock.__all__ if name not in page and name not in ("Deployment", "State")] == []
 
 
-def test_a_plan_of_a_model_is_that_of_the_command_line() -> None:
+def test_a_plan_of_a_model_or_a_deployment_is_that_of_the_command_line(tmp_path: Path) -> None:
     sizing = penstock.plan("llama-3.1-70b", gpu="h100-sxm", gpus=8, concurrency=16)
     assert sizing.fits and sizing.layout is not None and sizing.layout.tensor > 1
     assert not penstock.plan("llama-3.1-70b", gpu="l4").fits
     with pytest.raises(penstock.UserError):
         penstock.plan("llama-3.1-70b", gpu="no-such-card")
-
-
-def test_a_plan_of_a_deployment_takes_its_hardware(tmp_path: Path) -> None:
+    # That of a deployment takes its hardware.
     fields = {"model": "llama-3.1-8b", "hardware": {"gpu": "h100-sxm"}, "parallel": {"tensor": 2}}
     sizing = penstock.plan(fields, gpus=2)
     assert sizing.layout is not None and sizing.layout.tensor == 2

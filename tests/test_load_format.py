@@ -20,7 +20,7 @@ from penstock.engines.vllm.engine import Vllm
 from penstock.engines.vllm.load_format import Setting, choose
 from penstock.errors import SpecError
 from penstock.models import read_rate
-from penstock.models.read_rate import Reading, expected, file_system_of, is_of_network, spread
+from penstock.models.read_rate import Reading, file_system_of, is_of_network
 from penstock.node import load_choice
 from penstock.node.local_processes import NodeArgs, Prerequisites
 from penstock.node.readings import Readings
@@ -35,6 +35,8 @@ from penstock.world import REAL
 
 ALL = ("instanttensor", "runai_model_streamer")
 CUDA = Setting("cuda", packages=ALL)
+INSTANT, STREAMED = {"load-format": "instanttensor"}, {"load-format": "runai_streamer"}
+AHEAD = {"safetensors-load-strategy": "prefetch"}
 
 
 def disk(
@@ -50,33 +52,32 @@ def disk(
     """Files of `n_gib` on a disk of that rate; `alone`: the rate of one reader that maps them, `buffered`: of eight by
     way of the page cache, GB/s."""
     one = (alone or gb_per_s) * 1e9
-    reading = Reading(
-        "/m/a", int(gb_per_s * 1e9), 1.0, is_direct, cached, file_system, one, (buffered or gb_per_s) * 1e9
-    )
+    eight = (buffered or gb_per_s) * 1e9
+    reading = Reading("/m/a", int(gb_per_s * 1e9), 1.0, is_direct, cached, file_system, one, eight)
     return Disk(int(n_gib * GIB), reading, int(free_gib * GIB))
 
 
 @pytest.mark.parametrize(
     ("files", "setting", "flags", "why"),
     [
-        (disk(131, 2.1, "ext4", buffered=1.0), CUDA, {"load-format": "instanttensor"}, "2.1 GB/s past the page cache"),
-        (disk(700, 2.1, "ext4"), CUDA, {"load-format": "instanttensor"}, "2.1 GB/s past the page cache"),
-        (disk(19, 1.1, "ext4", 0.66, buffered=1.27), CUDA, {"safetensors-load-strategy": "prefetch"}, "1.9 times"),
+        (disk(131, 2.1, "ext4", buffered=1.0), CUDA, INSTANT, "2.1 GB/s past the page cache"),
+        (disk(700, 2.1, "ext4"), CUDA, INSTANT, "2.1 GB/s past the page cache"),
+        (disk(19, 1.1, "ext4", 0.66, buffered=1.27), CUDA, AHEAD, "1.9 times"),
         (disk(131, 2.1, "xfs"), Setting("cuda"), {}, "one reader gets all"),
-        (disk(131, 6.0, "xfs", alone=2.0), Setting("cuda"), {"safetensors-load-strategy": "prefetch"}, "3.0 times"),
-        (disk(131, 6.0, "xfs", alone=2.0), Setting("cuda", 2, ALL), {"safetensors-load-strategy": "prefetch"}, "3.0"),
-        (disk(131, 0.4, "ext4", alone=0.1), CUDA, {"safetensors-load-strategy": "prefetch"}, "4.0 times"),
+        (disk(131, 6.0, "xfs", alone=2.0), Setting("cuda"), AHEAD, "3.0 times"),
+        (disk(131, 6.0, "xfs", alone=2.0), Setting("cuda", 2, ALL), AHEAD, "3.0"),
+        (disk(131, 0.4, "ext4", alone=0.1), CUDA, AHEAD, "4.0 times"),
         (disk(131, 0.4, "ext4", alone=0.1, free_gib=100), CUDA, {}, "do not fit in 100 GiB"),
         (disk(131, 2.1, "ext4", is_direct=False), CUDA, {}, "one reader gets all"),
         (disk(131, 2.1, "ext4", cached=0.95), CUDA, {}, "the files are in memory"),
         (disk(131, 9.0, "tmpfs", cached=None), CUDA, {}, "the files are in memory"),
-        (disk(131, 1.2, "nfs4"), CUDA, {"safetensors-load-strategy": "prefetch"}, "nfs4 is read over a network"),
-        (disk(131, 1.2, "fuse.gcsfuse"), CUDA, {"safetensors-load-strategy": "prefetch"}, "over a network"),
-        (disk(700, 1.2, "lustre"), CUDA, {"load-format": "runai_streamer"}, "do not fit in 500 GiB"),
+        (disk(131, 1.2, "nfs4"), CUDA, AHEAD, "nfs4 is read over a network"),
+        (disk(131, 1.2, "fuse.gcsfuse"), CUDA, AHEAD, "over a network"),
+        (disk(700, 1.2, "lustre"), CUDA, STREAMED, "do not fit in 500 GiB"),
         (disk(700, 1.2, "lustre"), Setting("cuda", 2, ALL), {}, "do not fit in 500 GiB"),
         (disk(700, 1.2, "lustre"), Setting("cuda"), {}, "do not fit in 500 GiB"),
         (disk(16, 6.0, "ext4", alone=2.0), Setting("cpu", packages=ALL), {}, "default"),
-        (disk(16, 1.0, "nfs"), Setting("cpu"), {"safetensors-load-strategy": "prefetch"}, "over a network"),
+        (disk(16, 1.0, "nfs"), Setting("cpu"), AHEAD, "over a network"),
         (disk(300, 1.0, "nfs"), Setting("cpu"), {}, "do not fit"),
     ],
 )
@@ -87,11 +88,6 @@ def test_the_load_follows_from_what_was_measured(
     assert choice.args == flags and why in choice.why
 
 
-def test_a_rate_becomes_a_time_in_words() -> None:
-    assert expected(131 * GIB, 2.1e9, "ext4") == "131 GiB at 2.10 GB/s on ext4: about 1m06s to read"
-    assert expected(GIB, 1e9, "") == "1.0 GiB at 1.00 GB/s: about 1.1 s to read"
-
-
 def test_the_file_system_is_that_of_the_deepest_mount() -> None:
     mounts = [("/", "overlay"), ("/data", "nfs4"), ("/data/fast", "ext4"), ("/database", "xfs"), ("/late", "ext4")]
     for path, kind in (("/m", "overlay"), ("/data/m", "nfs4"), ("/data/fast/m", "ext4"), ("/data", "nfs4")):
@@ -100,14 +96,6 @@ def test_the_file_system_is_that_of_the_deepest_mount() -> None:
     assert file_system_of("/m", []) == ""
     kinds = ("nfs4", "lustre", "ceph", "fuse.juicefs", "wekafs", "gpfs", "beegfs")
     assert all(map(is_of_network, kinds)) and not any(map(is_of_network, ("ext4", "xfs", "overlay", "fuseblk", "")))
-
-
-def test_blocks_come_from_every_file_in_turn() -> None:
-    sizes = [(Path("a"), 20 * MIB), (Path("b"), 9 * MIB)]
-    assert [(path.name, at // MIB) for path, at in spread(sizes, GIB)] == [
-        ("a", 0), ("b", 0), ("a", 8), ("b", 8), ("a", 16),
-    ]  # fmt: skip
-    assert len(spread(sizes, 16 * MIB)) == 2
 
 
 @pytest.fixture
@@ -186,8 +174,8 @@ def plan_of(folder: Path, version: str = "0.33.0", **fields: object) -> Plan:
 def test_the_choice_is_left_open_by_the_file_or_is_not(model_file: Path) -> None:
     folder, engine = model_file.parent, Vllm()
     assert engine.can_choose_load(plan_of(folder))
-    assert not engine.can_choose_load(plan_of(folder, "0.29.1"))
-    assert not engine.can_choose_load(plan_of(folder, "dev"))
+    for version in ("0.29.1", "dev"):
+        assert not engine.can_choose_load(plan_of(folder, version))
     for flag in ("load_format", "safetensors-load-strategy", "model-loader-extra-config"):
         assert not engine.can_choose_load(plan_of(folder, args={flag: "eager"}))
     (folder / "config.json").write_text('{"quantization_config": {"quant_method": "torchao"}}')
@@ -198,6 +186,8 @@ def test_the_choice_is_left_open_by_the_file_or_is_not(model_file: Path) -> None
 
 
 def test_a_choice_becomes_flags_and_words(model_file: Path) -> None:
+    of_the_file = deployment("a/b", engine={"load": "fastsafetensors", "args": {"seed": 7}})  # is passed on
+    assert of_the_file.engine.flags == {"seed": 7, "load-format": "fastsafetensors"}
     plan = plan_of(model_file.parent, args={"seed": 7})
     chosen = load_choice.with_choice(plan, disk(131, 2.1, "ext4", buffered=1.0), lambda _, files: choose(files, CUDA))
     command = Vllm().command(chosen.plan, Place("127.0.0.1", 1, "/tmp/x", "python"))
@@ -271,12 +261,6 @@ def test_a_node_gives_up_at_once_only_where_no_format_was_chosen(monkeypatch: py
         monkeypatch.setattr(node, name, stand_in)
     monkeypatch.setattr(node, "_fail", lambda diagnosis: failed.append(diagnosis.reason))
     assert node.run() == 1 and len(starts) == 2 and len(failed) == 1
-
-
-def test_a_format_of_the_file_is_passed_on() -> None:
-    wanted = deployment("a/b", engine={"load": "fastsafetensors", "args": {"seed": 7}})
-    assert wanted.engine.flags == {"seed": 7, "load-format": "fastsafetensors"}
-    assert deployment("a/b").engine.flags == {}
     for engine in ({"load": "a format"}, {"load": "pt", "args": {"load_format": "pt"}}):
         with pytest.raises(SpecError) as refused:
             deployment("a/b", engine=engine)

@@ -1,4 +1,7 @@
-"""Where a model's files are and what they say. GGUF headers are written here byte by byte; hubs are on loopback."""
+"""What a user types as a model's source, where its files are and what they say.
+
+GGUF headers are written here byte by byte; hubs are on loopback.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ from penstock.models import ModelFacts, demo, facts, fetch, files, sources
 from penstock.models.facts import read_files
 from penstock.models.files import BUNDLED
 from penstock.models.hub import HubError
+from penstock.models.sources import Source
 from penstock.node import model_files
 from penstock.node.staging import Stage
 from penstock.planner import Plan, kv_bytes_per_token
@@ -92,6 +96,35 @@ def test_a_folder_without_a_model_says_what_it_holds(tmp_path: Path) -> None:
     assert error.message == f'cannot use model folder "{tmp_path / "gguf"}": no *.gguf in it'
     assert "It holds mmproj-m.gguf." in str(error.detail)
     assert error.hint == "Use --engine vllm, or a folder with a GGUF file."
+
+
+def test_a_source_is_read_from_what_a_user_types(tmp_path: Path) -> None:
+    for text, source in (
+        ("Qwen/Qwen3-0.6B", Source("hub", "Qwen/Qwen3-0.6B")),
+        ("hf://Qwen/Qwen3-0.6B@v1.0", Source("hub", "Qwen/Qwen3-0.6B", "v1.0")),
+        ("ms://Qwen/Qwen3-0.6B", Source("modelscope", "Qwen/Qwen3-0.6B")),
+        ("org/name:Q4_K_M", Source("hub", "org/name", None, "Q4_K_M")),
+        ("hf://org/name@abc/q4/m.gguf", Source("hub", "org/name", "abc", "q4/m.gguf")),
+        ("s3://bucket/a/b/", Source("store", "s3://bucket/a/b")),
+        (str(tmp_path), Source("folder", str(tmp_path))),
+        (f"file://{tmp_path}", Source("folder", str(tmp_path))),
+    ):
+        assert sources.parse(text) == source
+    assert sources.parse("org/name@main", "v2").revision == "v2"
+    for text in (f"{tmp_path}/none", f"file://{tmp_path}/none", "name", "org/../name", "http://host/x", "a/b/../../c"):
+        with pytest.raises(UserError):
+            sources.parse(text)
+
+
+def test_a_folder_with_a_link_out_of_it_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "a.safetensors").write_bytes(b"abc")
+    assert sources.resolve(sources.parse(str(folder))).n_bytes == 3
+    (tmp_path / "secret.json").touch()
+    (folder / "b.json").symlink_to("../secret.json")
+    with pytest.raises(UserError, match="it is a link out of"):
+        sources.resolve(sources.parse(str(folder)))
 
 
 def text(value: str) -> bytes:
@@ -197,26 +230,37 @@ def fetched(tmp_path: Path, model: str, engine: str = "auto") -> Path:
     return fetch.locate(deployment(model, **settings))
 
 
+# What no engine reads next to the weights: copies of them in other forms, code, words.
+OTHERS = ("original/consolidated.00.pth", "original/params.json", "consolidated.safetensors", "pytorch_model.bin")
+OTHERS += ("README.md", "onnx/model.onnx", ".gitattributes", "modeling_x.py")
+
+
 def test_only_the_files_that_an_engine_needs_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Safetensors and texts, or one quantisation in GGUF; pickled weights only where the file allows it."""
-    weights = {name: name.encode() for name in ("m-Q8_0.gguf", "m-Q4_K_M.gguf", "m.safetensors", "m.bin")}
-    with asked_hub(monkeypatch, "org/name", {"config.json": b"{}", "x.py": b"", **weights}) as server:
+    names = ("m-Q8_0.gguf", "m-Q4_K_M.gguf", "b-F16-00001-of-00002.gguf", "b-F16-00002-of-00002.gguf", "m.safetensors")
+    weights = {name: name.encode() for name in (*names, *OTHERS)}
+    with asked_hub(monkeypatch, "org/name", {"config.json": b"{}", **weights}) as server:
         for model, engine, expected in (
-            ("org/name", "auto", {"config.json", "m.safetensors"}),
-            ("hf://org/name@main", "auto", {"config.json", "m.safetensors"}),
-            ("org/name", "llamacpp", {"config.json", "m-Q4_K_M.gguf"}),
-            ("org/name:Q8_0", "llamacpp", {"config.json", "m-Q8_0.gguf"}),
-            ("org/name/m-Q8_0.gguf", "auto", {"config.json", "m-Q8_0.gguf"}),
+            ("org/name", "auto", {"m.safetensors"}),
+            ("hf://org/name@main", "auto", {"m.safetensors"}),
+            ("org/name", "llamacpp", {"m-Q4_K_M.gguf"}),
+            ("org/name:Q8_0", "llamacpp", {"m-Q8_0.gguf"}),
+            ("org/name/m-Q8_0.gguf", "auto", {"m-Q8_0.gguf"}),
+            ("org/name/b-F16-00001-of-00002.gguf", "auto", {"b-F16-00001-of-00002.gguf", "b-F16-00002-of-00002.gguf"}),
         ):
             shutil.rmtree(tmp_path / "cache", ignore_errors=True)
             path = fetched(tmp_path, model, engine)
             folder = path if path.is_dir() else path.parent
             assert folder == tmp_path / "cache" / "models--org--name" / "snapshots" / COMMIT
-            assert {file.name for file in folder.iterdir()} == expected | {"MANIFEST.json"}
-            assert path == folder or (path.name == "m-Q8_0.gguf" and files.forms_of(path) == ("gguf",))
+            assert {file.name for file in folder.iterdir()} == expected | {"config.json", "MANIFEST.json"}
+            assert path == folder or (path.name in expected and files.forms_of(path) == ("gguf",))
+        server.files = {"config.json": b"{}", "consolidated.safetensors": b"", "params.json": b"{}"}  # Mistral's names
+        shutil.rmtree(tmp_path / "cache")
+        assert {file.name for file in fetched(tmp_path, "org/name").iterdir()} == {*server.files, "MANIFEST.json"}
         server.files = {"config.json": b"{}", "m.bin": b"x"}
         shutil.rmtree(tmp_path / "cache")
-        assert "Its weights are pickled" in str(refused(lambda: fetched(tmp_path, "org/name")).detail)
+        error = refused(lambda: fetched(tmp_path, "org/name"))
+        assert "Its weights are pickled" in str(error.detail) and "cache.allow_pickle" in str(error.hint)
         settings = {"cache": {"weights": str(tmp_path / "cache"), "allow_pickle": True}}
         assert (fetch.locate(deployment("org/name", **settings)) / "m.bin").is_file()
 

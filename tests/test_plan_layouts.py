@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import plan_shapes as shapes
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from plan_shapes import fabric
 
 from penstock.planner import layouts
@@ -81,23 +79,6 @@ def test_block_fp8_experts_were_refused_until_scales_were_refined() -> None:
     assert refusal(QWEN_72B_AWQ, Parallel(2), version="0.31") == INT4_GROUPS
 
 
-# ---- enumeration -----------------------------------------------------------------------------------------------------
-
-
-def test_each_refused_size_is_listed_once_and_a_fixed_pipeline_is_kept() -> None:
-    rules = layouts.divisibility_of(LLAMA_70B, profile())
-    every = layouts.enumerate_layouts(rules, fabric(n_nodes=2))
-    by_tensor = {row.layout.tensor: row.reason for row in every.refused}
-    assert {3, 11, 12} <= by_tensor.keys() and not {1, 2, 4, 8, 16} & by_tensor.keys()
-    assert by_tensor[11] == "64 attention heads do not divide by tensor 11"
-    assert Parallel(8, 2) in every.legal
-    every = layouts.enumerate_layouts(layouts.divisibility_of(QWEN_235B_FP8, profile()), fabric("h100-sxm", 8, 128))
-    assert len(every.refused) < 1_000 and 100 < len(set(every.legal)) == len(every.legal) < 1_000
-    assert {layout.pipeline for layout in layouts.enumerate_layouts(rules, fabric(), pipeline=2).legal} == {2}
-    none = layouts.enumerate_layouts(rules, fabric(), pipeline=16)
-    assert none.legal == () and "there are 8" in none.refused[-1].reason
-
-
 # ---- choice ----------------------------------------------------------------------------------------------------------
 
 
@@ -138,6 +119,15 @@ def test_slow_links_are_crossed_only_when_nothing_else_fits_and_the_price_is_tol
     assert choice.price is not None and "ms a token" in choice.price and "pod-network-tcp" in choice.price
 
 
+def test_a_cluster_of_1024_gpus_has_few_layouts_and_a_fixed_pipeline_is_kept() -> None:
+    every = layouts.enumerate_layouts(layouts.divisibility_of(QWEN_235B_FP8, profile()), fabric("h100-sxm", 8, 128))
+    assert len(every.refused) < 1_000 and 100 < len(set(every.legal)) == len(every.legal) < 1_000
+    rules = layouts.divisibility_of(LLAMA_70B, profile())
+    assert {layout.pipeline for layout in layouts.enumerate_layouts(rules, fabric(), pipeline=2).legal} == {2}
+    none = layouts.enumerate_layouts(rules, fabric(), pipeline=16)
+    assert none.legal == () and "there are 8" in none.refused[-1].reason
+
+
 def test_targets_come_before_the_number_of_gpus() -> None:
     plain = choose(LLAMA_70B, fabric(), at_least(2))
     fast = choose(LLAMA_70B, fabric(), at_least(2), Workload(1000, 200, 8, tpot_ms=20))
@@ -148,34 +138,3 @@ def test_targets_come_before_the_number_of_gpus() -> None:
     choice = choose(LLAMA_70B, fabric(), at_least(2), Workload(1000, 200, 8, tpot_ms=1))
     assert choice.chosen is not None and choice.chosen.misses > 0
     assert choice.chosen.misses == min(candidate.misses for candidate in choice.ranked)
-
-
-KV_HEADS = st.sampled_from([1, 2, 4, 6, 8, 10, 40])
-ARCHITECTURES = st.builds(
-    lambda group, kv, width, layers, experts: model(
-        Layer(
-            Attention("full", group * kv, kv, 128, 128), mlp=Mlp(width * 128, n_experts=experts, top_k=min(2, experts))
-        ),
-        layers,
-    ),
-    *(st.sampled_from([1, 4, 5, 8, 9]), KV_HEADS, st.integers(1, 120), st.integers(1, 100)),
-    st.sampled_from([0, 8, 60, 128]),
-)
-MACHINES = st.builds(fabric, st.sampled_from(["h100-sxm", "l40s"]), st.integers(1, 8), st.integers(1, 4))
-
-
-@settings(max_examples=30)
-@given(ARCHITECTURES, MACHINES, st.integers(1, 9), st.sampled_from([None, 5.0, 50.0]))
-def test_the_chosen_layout_is_always_legal_and_fits(
-    arch: Architecture, machines: Fabric, least: int, tpot_ms: float | None
-) -> None:
-    load = Workload(500, 100, 16, tpot_ms=tpot_ms)
-    choice = choose(arch, machines, at_least(least), load)
-    if choice.chosen is None:
-        return
-    layout = choice.chosen.layout
-    assert layouts.refusal(layouts.divisibility_of(arch, profile()), layout, machines.n_gpus) is None
-    assert at_least(least)(layout) is None
-    for layer in arch.layers:
-        assert layer.attention is not None and layer.attention.n_heads % layout.tensor == 0
-    assert layout not in {row.layout for row in choice.refused}

@@ -9,18 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import NotModelled
-from penstock.planner import Key
 from penstock.planner.architecture import Architecture
 from penstock.planner.engine_versions import NEWEST, batch_defaults, graph_sizes, parse_version, profile
-from penstock.planner.memory.fit import measured_overhead
-from penstock.planner.memory.measured import MemoryMeasurement
 from penstock.planner.memory.overhead import Overhead, RunSettings, budget_bytes, overhead
-from penstock.planner.ranges import ZERO, Range, exact, gib, highest, total
+from penstock.planner.ranges import ZERO, total
 from penstock.spec.deployment import Parallel
 from penstock.text import GIB
 
 ONE = Parallel()
-KEY = Key("fingerprint", "h200-sxm", "0.33.0", "bfloat16", None, "auto", 8192, 1024)
 
 
 def estimated(
@@ -92,24 +88,6 @@ def test_vision_adds_to_the_first_stage_and_the_sampler_to_the_last() -> None:
     start, end = (overhead(shapes.LLAMA_8B, Parallel(1, 2), profile("0.11"), sampling, stage) for stage in (0, 1))
     assert end.activation.likely > 10 * start.activation.likely
     assert last.activation == overhead(shapes.LLAMA_8B, Parallel(1, 2), profile(), run, 1).activation
-
-
-def test_measured_values_replace_what_they_measure() -> None:
-    guess = estimated(shapes.LLAMA_70B, "0.11", 8192, 1024, Parallel(2))
-    reported = MemoryMeasurement(KEY, Parallel(2), "2026-11-20", 1.0, 1.0, consumed_gib=71.0, peak_gib=2.0)
-    found = measured_overhead(guess, reported, 70 * GIB)
-    assert (found.non_torch, found.nccl, found.activation) == (exact(GIB), ZERO, exact(2 * GIB))
-
-
-def test_ranges_rise_and_add() -> None:
-    with pytest.raises(ValueError, match="must rise"):
-        Range(2, 1, 3)
-    assert Range(1, 2, 5).left_of(100) == Range(95, 98, 99)
-    assert Range(1, 2, 5) + exact(1) == Range(2, 3, 6)
-    assert Range(1, 2, 5) * 2 == Range(2, 4, 10)
-    assert highest([Range(1, 2, 9), Range(2, 3, 4)]) == Range(2, 3, 9)
-    assert highest([]) == total([]) == ZERO
-    assert total([gib(1, 1, 2), exact(GIB)]) == gib(2, 2, 3)
 
 
 @settings(max_examples=20)

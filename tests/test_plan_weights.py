@@ -140,8 +140,11 @@ def first_bytes(arch: Architecture) -> tuple[int, int]:
     return rank.expert_bytes, rank.weight_bytes
 
 
-def test_a_plan_of_a_checkpoint_in_nvfp4_or_int4_needs_none() -> None:
-    """NVFP4 of Llama-3.1-70B: 68.4e9 numbers in linears x 0.5625 B, embedding and head in bf16."""
+def test_a_plan_of_another_format_than_the_checkpoints_changes_the_linears_only() -> None:
+    """Llama-3.1-70B: 68.4e9 numbers in linears, embedding and head in bf16; fp8 is made while loading."""
+    made = quantization.with_choice(shapes.LLAMA_8B, "fp8")
+    assert rank_weights(made, Parallel())[0].weight_bytes == 6_979_321_856 + 2 * 1_050_673_152 + 2 * 266_240
+    assert bytes_on_disk(made) == 16_060_522_496
     linears, others = 80 * 855_638_016, 2 * 128_256 * 8192
     for choice, each in (("nvfp4", 0.5625), ("int4", 0.515625)):
         arch = quantization.with_choice(shapes.LLAMA_70B, choice)
@@ -176,14 +179,6 @@ def test_exclusions_name_modules() -> None:
         ("backbone.layers.*.mixer.in_proj", "model.layers.4.mixer.in_proj", True),
     ):
         assert quantization.matches(module, (pattern,)) is is_named, (pattern, module)
-
-
-def test_fp8_made_while_loading_halves_the_linears_only() -> None:
-    """Llama-3.1-8B: 6,979,321,856 numbers in linears take one byte, embedding and head (1,050,673,152) two."""
-    arch = quantization.with_choice(shapes.arch("llama-3.1-8b"), "fp8")
-    one = rank_weights(arch, Parallel())[0]
-    assert one.weight_bytes == pytest.approx(6_979_321_856 + 2 * 1_050_673_152 + 2 * 266_240, rel=1e-6)
-    assert bytes_on_disk(arch) == 16_060_522_496
 
 
 def test_an_unknown_format_or_one_that_is_not_the_checkpoints_is_refused() -> None:
@@ -223,14 +218,6 @@ KNOWN: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "golden" / "plan
 NAMES = sorted(set(catalog.model_names()) - set(KNOWN["not modelled"]))
 
 
-def test_what_is_not_modelled_is_refused() -> None:
-    assert len(NAMES) == 76
-    for name in KNOWN["not modelled"]:
-        with pytest.raises(NotModelled) as refused:
-            shapes.arch(name)
-        assert refused.value.exit_code == 4
-
-
 def test_parameters_and_bytes_on_disk_are_the_published_ones() -> None:
     for name in NAMES:
         arch, row = shapes.arch(name), catalog.model(name)
@@ -258,9 +245,6 @@ def test_layers_are_of_the_right_kinds() -> None:
             for layer in shapes.arch(name).layers
         ]
         assert {kind: kinds.count(kind) for kind in set(kinds)} == counts, name
-
-
-def test_parameters_of_families_outside_the_catalogue() -> None:
     for row in KNOWN["families outside the catalogue"]:
         config = {"max_position_embeddings": 2048, **row["config"]}
         assert n_params(read(config)) == row["params"], row
@@ -277,13 +261,15 @@ def test_kv_heads_and_sizes_reach_the_cache() -> None:
     assert (state.conv_channels, state.n_heads, state.state_dtype) == (2 * 16 * 128 + 48 * 128, 48, "float32")
 
 
-def test_an_unknown_architecture_is_refused_with_the_nearest_known() -> None:
+def test_what_is_not_modelled_is_refused_with_the_nearest_known() -> None:
+    assert len(NAMES) == 76
+    for name in KNOWN["not modelled"]:
+        with pytest.raises(NotModelled) as refused:
+            shapes.arch(name)
+        assert refused.value.exit_code == 4
     with pytest.raises(NotModelled) as refused:
         read({"architectures": ["LlamaForCausalLn"]})
     assert refused.value.hint == "did you mean LlamaForCausalLM?"
-
-
-def test_a_field_with_unknown_memory_is_refused() -> None:
     config = catalog.model_config("gemma-4-26b-a4b")
     config["text_config"]["hidden_size_per_layer_input"] = 256
     with pytest.raises(NotModelled, match="per-layer input embeddings"):

@@ -93,6 +93,9 @@ def test_what_changes_memory_is_another_start() -> None:
     }
     for changed in ({"tensor": 2, "gpus_per_node": 2}, *({name: value} for name, value in others.items())):
         assert planning.solve(msgspec.structs.replace(H200, **changed)).measured_on is None, changed
+    # Dummy weights, a chat template and a seed change none.
+    words = ("--load-format", "dummy", "--chat-template", "a b", "--seed", "1")
+    assert planning.solve(msgspec.structs.replace(H200, more_args=words)).measured_on is not None
 
 
 def test_copies_of_a_config_that_differ_in_nothing_that_matters_are_one_model() -> None:
@@ -172,14 +175,12 @@ def test_the_workload_and_the_layout_reach_the_planner_and_notes_become_warnings
 # ---- cards -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_card_that_the_catalogue_knows_has_its_facts_and_its_own_memory() -> None:
+def test_a_card_has_the_facts_of_the_catalogue_and_its_own_memory() -> None:
     assert planning.card_of(BOX.gpus) == catalog.gpu("h200")
     assert planning.card_of((*BOX.gpus, *gpu_machine(1).gpus)).id == "h100-sxm"  # of different cards the smallest
     mig_slice = catalog.gpu_of_machine("NVIDIA H200", 71_000 * MIB)
     assert mig_slice.id == "h200-sxm" and mig_slice.memory.torch_total_gib < 70
-
-
-def test_an_unknown_card_is_planned_by_its_drivers_memory() -> None:
+    # An unknown one is planned by its driver's memory.
     unknown = msgspec.structs.replace(BOX, gpus=(Gpu(0, "NVIDIA X900", 49_140 * MIB, 49_140 * MIB),))
     card = planning.card_of(unknown.gpus)
     assert card.memory.torch_total_gib == pytest.approx(49_140 / 1024 - 0.55)

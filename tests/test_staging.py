@@ -122,25 +122,16 @@ def is_whole(folder: Path) -> bool:
     return manifest.verify(folder) == [] and all((folder / name).read_bytes() == body for name, body in FILES.items())
 
 
-def member(instance: str, seq: int, **fields: Any) -> Member:
-    return Member(instance, seq, **fields)
-
-
 def test_the_line_is_those_that_are_whole_then_by_turn_then_those_without_the_source() -> None:
-    own = member("m", 2)
-    first, twin, later, whole = member("z", 1), member("a", 2), member("b", 3), member("y", 9, is_whole=True)
-    assert before(own, []) is None
-    assert before(own, [first, later]) is first
-    assert before(own, [first, twin, later]) is twin, "of one turn, by their names"
-    assert before(own, [whole, later]) is whole
+    whole, twin, first, own = (Member(name, seq) for name, seq in (("y", 9), ("a", 1), ("z", 1), ("m", 2)))
+    whole = msgspec.structs.replace(whole, is_whole=True)
+    later, cut_off = Member("b", 3), Member("c", 1, has_source=False)
+    line = [whole, twin, first, own, later, cut_off]  # of one turn, by their names
+    for place, one in enumerate(line):  # no circle: somebody is before all, and each asks the one before it
+        giver = before(one, [other for other in reversed(line) if other is not one])
+        assert giver is (line[place - 1] if place else None)
     assert before(own, [whole, first], left_out=["z"]) is whole
-    assert before(own, [member("n", 0)]) is None, "it has no turn yet"
-    assert before(own, [member("c", 1, has_source=False)]) is None
-    assert before(msgspec.structs.replace(own, has_source=False), [later]) is later
-    everyone = [own, first, twin, later, whole, member("c", 1, has_source=False)]
-    for one in everyone:  # no circle: somebody is before all, and each asks one that is before it
-        giver = before(one, [other for other in everyone if other is not one])
-        assert giver is None or giver.place < one.place
+    assert before(own, [Member("n", 0)]) is None, "it has no turn yet"
 
 
 def test_four_nodes_bring_a_model_and_the_hub_sends_it_once(hub: HubServer, tmp_path: Path) -> None:
