@@ -47,8 +47,15 @@ TP4 = deployment(
     parallel={"tensor": 4, "expert": True},
     engine={"max_model_len": 32768, "args": {"enable_prefix_caching": True, "chunked-prefill": False}},
 )
-PASSED = {"seed": 7, "enable-x": True, "enable_y": None, "enable-z": False, "--max-num-batched-tokens": 4}
-PASSED |= {"middleware": ["a", "b"], "compilation-config": '{"mode": 3}'}
+PASSED: dict[str, Any] = {
+    "seed": 7,
+    "enable-x": True,
+    "enable_y": None,
+    "enable-z": False,
+    "--max-num-batched-tokens": 4,
+    "middleware": ["a", "b"],
+    "compilation-config": '{"mode": 3}',
+}
 PLANS = {
     "cpu": cpu_plan(engine={"args": PASSED, "env": {"OMP_NUM_THREADS": "3"}}),
     "cpu-tp2": cpu_plan(parallel={"tensor": 2}),

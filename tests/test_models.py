@@ -231,7 +231,12 @@ def fetched(tmp_path: Path, model: str, engine: str = "auto") -> Path:
 
 
 # What no engine reads next to the weights: copies of them in other forms, code, words.
-OTHERS = ("original/consolidated.00.pth", "original/params.json", "consolidated.safetensors", "pytorch_model.bin")
+OTHERS: tuple[str, ...] = (
+    "original/consolidated.00.pth",
+    "original/params.json",
+    "consolidated.safetensors",
+    "pytorch_model.bin",
+)
 OTHERS += ("README.md", "onnx/model.onnx", ".gitattributes", "modeling_x.py")
 
 

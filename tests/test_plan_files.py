@@ -139,7 +139,12 @@ def test_up_itself_refuses_what_only_a_dry_run_may_assume(
 
 def test_measured_values_can_be_left_out(plan: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     keys: list[Any] = []
-    monkeypatch.setattr(measured, "read", lambda key: keys.append(key) or ({}, ()))
+
+    def read(key: Any) -> tuple[dict[Any, Any], tuple[str, ...]]:
+        keys.append(key)
+        return {}, ()
+
+    monkeypatch.setattr(measured, "read", read)
     for words, n_read in (("--no-measured",), 0), ((), 1):
         plan("penstock-demo", "--gpu", "l4", *words)
         assert len(keys) == n_read

@@ -60,7 +60,7 @@ class Live:
         return facts
 
     def wait(self, is_so: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
-        return until(lambda: facts if is_so(facts := self.status()) else None, f"{what} in {self.name}")
+        return until(lambda: [facts] if is_so(facts := self.status()) else [], f"{what} in {self.name}")[0]
 
     @property
     def client(self) -> Client:
