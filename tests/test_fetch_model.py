@@ -181,13 +181,6 @@ def test_a_dry_run_says_files_and_bytes_and_writes_nothing(
     assert "4 files, 158 B" in capsys.readouterr().out and not (tmp_path / "to").exists()
 
 
-def test_a_gated_model_names_the_page_to_visit(served: HubServer, tmp_path: Path) -> None:
-    served.token = "secret"
-    with pytest.raises(UserError) as caught:
-        fetch.fetch(SOURCE, tmp_path)
-    assert f"The page to visit: {served.url}/{NAME}" in str(caught.value.detail)
-
-
 def test_too_small_a_disk_is_refused_with_what_could_go(
     served: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,17 +59,6 @@ def fetch(url: str, part: PartFile, n_bytes: int = len(BODY)) -> None:
     http_files.receive(http_files.follow(http_files.get("f", url, HIDDEN, part.n_bytes)), part, n_bytes)
 
 
-def test_bytes_are_hashed_as_they_come_and_those_before_once(serve: Callable[..., Server], tmp_path: Path) -> None:
-    path = tmp_path / "part"
-    path.write_bytes(BODY[:1000])
-    part = PartFile(path, git_size=len(BODY))
-    server = serve(reply(206, BODY[1000:], Content_Range=f"bytes 1000-{len(BODY) - 1}/{len(BODY)}"))
-    fetch(server.url, part)
-    assert server.asked == [("/", "Bearer hidden", "bytes=1000-")] and path.read_bytes() == BODY
-    assert part.sha256 == hashlib.sha256(BODY).hexdigest()
-    assert part.git_sha1 == hashlib.sha1(b"blob %d\0" % len(BODY) + BODY).hexdigest()
-
-
 def test_a_token_stays_at_its_own_scheme_host_and_port(serve: Callable[..., Server], tmp_path: Path) -> None:
     other = serve(reply(200, BODY))
     places = {"/a": "/b", "/b": f"{other.url}/x?sig=1 2"}

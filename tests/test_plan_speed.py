@@ -79,21 +79,6 @@ def test_forward_passes_of_qwen3_32b() -> None:
 # ---- what must hold --------------------------------------------------------------------------------------------------
 
 
-def test_constants_follow_generation_version_and_calibration() -> None:
-    hopper, engine = catalog.gpu("h200"), estimate.Engine()
-    plain = estimate.constants(hopper, engine)
-    assert (plain.memory_efficiency, plain.compute_efficiency, plain.spread) == (0.86, 0.67, (0.75, 1.3))
-    assert estimate.constants(hopper, estimate.Engine("0.11")).step_us > plain.step_us
-    assert estimate.constants(hopper, estimate.Engine(is_eager=True)).dense_layer_us == 350
-    measured = estimate.constants(hopper, engine, estimate.Calibration(memory_efficiency=0.9))
-    assert measured.memory_efficiency == 0.9 and measured.spread == (0.9, 1.12) and measured.dense_layer_us == 54
-    old, new = (estimate.constants(hopper, estimate.Engine(version)) for version in ("0.11", "0.20"))
-    assert estimate.overhead_us(old, COSTS_GPT_OSS, 1) > estimate.overhead_us(new, COSTS_GPT_OSS, 1) + 1000
-    widths = (16384, 8192, 5120, 4096, 1024)
-    assert [round(estimate.layer_us(plain, width, is_moe=False)) for width in widths] == [54, 54, 38, 34, 34]
-    assert estimate.layer_us(plain, 2048, is_moe=True) == 62
-
-
 def test_matrix_rate_follows_the_weights_format_and_the_card() -> None:
     kinds = (("h100-sxm", "fp8"), ("h100-sxm", "awq"), ("h100-sxm", "nvfp4"), ("b200-sxm", "nvfp4"))
     rates = [

@@ -173,9 +173,9 @@ def test_a_node_that_dies_in_the_middle_is_left_out(hub: HubServer, tmp_path: Pa
     hub.is_open.clear()  # no weights come yet
     nodes = [Node(gateway, tmp_path / str(n)) for n in range(3)]
     until(lambda: all(node.line._own.seq for node in nodes), "all stand in the line")
-    until(lambda: any("resolve" in words for words in hub.asked), "the first asks the hub")
-    time.sleep(0.5)
     line = sorted(nodes, key=lambda node: node.line._own.place)
+    until(lambda: any("resolve" in words for words in hub.asked), "the first asks the hub")
+    until(lambda: set(SHARDS) <= set(line[2].line._givers), "the last asks the one before it")
     line[1].stop()
     hub.is_open.set()
     assert is_whole(line[0].wait()) and is_whole(line[2].wait())
