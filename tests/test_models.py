@@ -262,8 +262,11 @@ def test_only_the_files_that_an_engine_needs_are_fetched(tmp_path: Path, monkeyp
         server.files = {"config.json": b"{}", "consolidated.safetensors": b"", "params.json": b"{}"}  # Mistral's names
         shutil.rmtree(tmp_path / "cache")
         assert {file.name for file in fetched(tmp_path, "org/name").iterdir()} == {*server.files, "MANIFEST.json"}
-        server.files = {"config.json": b"{}", "m.bin": b"x"}
         shutil.rmtree(tmp_path / "cache")
+        server.files = {"config.json": b"{}"}
+        error = refused(lambda: fetched(tmp_path, "org/name"))
+        assert "no file of weights that an engine loads" in error.message and error.detail == "It has config.json."
+        server.files = {"config.json": b"{}", "m.bin": b"x"}
         error = refused(lambda: fetched(tmp_path, "org/name"))
         assert "Its weights are pickled" in str(error.detail) and "cache.allow_pickle" in str(error.hint)
         settings = {"cache": {"weights": str(tmp_path / "cache"), "allow_pickle": True}}

@@ -11,7 +11,8 @@ from plan_shapes import QWEN3_32B as QWEN_32B
 
 from penstock.hardware import catalog
 from penstock.planner.architecture import Architecture
-from penstock.planner.speed import estimate, work
+from penstock.planner.ranges import Range
+from penstock.planner.speed import collectives, estimate, work
 from penstock.spec.deployment import Parallel, Workload
 
 H100, ENGINE, ONE = fabric("h100-sxm"), estimate.Engine(), Parallel()
@@ -36,6 +37,16 @@ def test_what_a_step_reads_of_llama_70b_follows_the_published_parameters() -> No
     # A window bounds what is read.
     far, near = (work.cache_bytes_read(COSTS_GPT_OSS, ONE, decode(n)) for n in (100_000, 100))
     assert far == 18 * 2 * 8 * 64 * 2 * (100_000 + 128) and near == 36 * 2 * 8 * 64 * 2 * 100
+
+
+def test_bandwidth_of_a_machine_follows_how_its_rate_is_given() -> None:
+    networks = {"gcp-tcpxo-a3-mega": 340, "eth-100g": 4, "ib-ndr-400": 50 * 8 * 0.61, "aws-efa-3200": 400 * 0.61}
+    assert {name: collectives.node_gbs(fabric("h100-sxm", 8, 2, name)) for name in networks} == pytest.approx(networks)
+    assert collectives.node_gbs(fabric("l40s", 8, 2, "ib-ndr-400")) == pytest.approx(50 * 0.61)
+    assert collectives.allreduce_us(H100, 1, 1e6) == Range(0, 0, 0)
+    assert collectives.allreduce_us(H100, 8, 2**20).low == pytest.approx(17.3)
+    with pytest.raises(ValueError, match="must rise"):
+        Range(2, 1, 3)
 
 
 # ---- published and measured ------------------------------------------------------------------------------------------
