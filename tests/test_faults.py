@@ -10,22 +10,17 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 from launching import (
     PROMPT,
     SOON_S,
-    Asking,
     Place,
     ask,
     call,
@@ -40,17 +35,14 @@ from launching import (
     wait_until,
 )
 
-from penstock import paths, processes, targets
+from penstock import paths, processes
 from penstock.engines import Command
-from penstock.hardware import network
 from penstock.hardware.network import free_port
 from penstock.node.__main__ import TimedLines
 from penstock.node.engine_process import EngineProcess
-from penstock.run_folder import Artifact, Run, replica
+from penstock.run_folder import Artifact, Run
 from penstock.targets.local import Local
-from penstock.testing.fake_engine.requests import expected_text
 from penstock.wire.announcement import Restart
-from penstock.wire.answers import HttpError
 from penstock.wire.client import Client
 
 pytestmark = pytest.mark.processes
@@ -60,7 +52,6 @@ def restarts(run: Run, part: str) -> list[Restart]:
     """What `status` tells about the restarts of a part."""
     facts = call("status", run.name, "--json").json
     told = facts["replicas"][0] if part == "replica" else facts[part]
-    assert told["n_restarts"] >= len(told["restarts"]) or part != "replica"
     return [Restart(**restart) for restart in told["restarts"]]
 
 
@@ -108,37 +99,10 @@ def test_killed_gateway_node_engine_and_engine_child_come_back(place: Place) -> 
     # Its server lives on for a moment and answers 500.
     check_killed(place, run, "replica", child_pid(run), "EngineCore")
     text = call("status").out
-    assert "restarts, newest first:" in text
-    assert "its node process" in text
+    assert "restarts, newest first:" in text and "its node process" in text
     assert len(restarts(run, "replica")) == 3
     assert call("down").code == 0
     place.assert_nothing_left()
-
-
-@pytest.mark.nightly
-def test_killed_engine_child_costs_no_request_beside_a_healthy_replica(place: Place) -> None:
-    """Its server answers 500 at once, so by least in flight it got nearly every request: 1728 of 1968 were errors."""
-    args = {"child": True, "tokens-per-s": 50, "load-s": 0.2}
-    run = place.up(place.write("one", args=args, replicas=2))
-    is_over = threading.Event()
-
-    def ask_on() -> int:
-        n_asked = 0
-        while not is_over.is_set():
-            ask(run)  # raises when the answer is an error, or wrong
-            n_asked += 1
-        return n_asked
-
-    with ThreadPoolExecutor(8) as clients:
-        asking = [clients.submit(ask_on) for _ in range(8)]
-        try:
-            wait_until(lambda: sum(replica.in_flight for replica in now(run).replicas) >= 4, "requests run")
-            kill(child_pid(run, "0"))
-            wait_restarted(run, "replica", 0, "EngineCore")
-            place.note(run)
-        finally:
-            is_over.set()
-    assert sum(client.result() for client in asking) > 8
 
 
 def test_killed_controller_and_watchdog_come_back(place: Place) -> None:
@@ -155,7 +119,6 @@ def test_killed_controller_and_watchdog_come_back(place: Place) -> None:
     assert now(run).phase == "ready", "what it looked after goes on"
     ask(run)
     wait_restarted(run, "controller", 0, f"its process {controller} was gone")
-    assert now(run).controller.state == "running"
     wait_until(lambda: len(pids(run, "watchdog")) == 1, "one watchdog")
     assert {role: pid_of(run, role) for role in parts} == parts, "nothing else was touched"
 
@@ -180,39 +143,20 @@ def test_what_is_killed_at_once_is_revived_by_up(place: Place) -> None:
         wait_until(lambda: not pids(run, "controller") and not pids(run, "watchdog"), "both are gone")
 
     kill_both()
-    status = call("status")
-    assert "the controller is gone: nothing is restarted until" in status.out
-    assert now(run).phase == "ready"
-    ask(run)
+    assert "the controller is gone: nothing is restarted until" in call("status").out
     kill(engine := engine_pid(run), pid_of(run, "gateway"))
     wait_until(lambda: now(run).gateway.state == "gone", "status sees by itself that the gateway is gone")
-    again = call("up", file, "--json")
-    assert (again.code, again.events[0]["was_running"]) == (0, True)
-    wait_restarted(run, "controller", 0, "was gone")
+    assert call("up", file, "--json").events[0]["was_running"] is True
     wait_restarted(run, "gateway", 0, "was gone")
-    place.note(run)
-    assert engine_pid(run) != engine
-    ask(run)
+    assert engine_pid(place.note(run)) != engine
     kill_all(run)
     state = now(run)
-    assert state.phase == "degraded"
-    assert (state.controller.state, state.gateway.state, state.replicas[0].state) == ("gone", "gone", "gone")
+    assert (state.phase, state.controller.state, state.replicas[0].state) == ("degraded", "gone", "gone")
     assert call("up", file).code == 0
-    place.note(run)
-    ask(run)
+    ask(place.note(run))
     kill_both()
     assert call("down").code == 0, "down needs nothing alive"
     place.assert_nothing_left()
-
-
-@pytest.mark.nightly
-def test_step_of_the_clock_makes_no_process_a_stranger(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = place.up(place.write("one"))
-    parts = processes.find_marked(str(run.path))
-    boot_time = psutil.boot_time()
-    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_time + 3600)
-    assert all(processes.is_alive(part) for part in parts)
-    assert targets.load("local").status(run)[replica("0")].state == "placed"
 
 
 @pytest.mark.nightly
@@ -229,39 +173,30 @@ def test_shared_memory_of_killed_processes_is_removed(place: Place) -> None:
     )
     run = place.up(place.write("one", engine={"env": {"PYTHONPATH": str(hook)}}))
 
-    def segments() -> set[str]:
-        return {path.name for path in Path("/dev/shm").glob(f"{tag}-*")}
-
     def is_told() -> bool:
         told = replica_of(run).announcement
         return told is not None and told.shared_memory == (f"/dev/shm/{tag}-{engine_pid(run)}",)
 
-    first = engine_pid(run)
-    assert segments() == {f"{tag}-{first}"}
+    def check_segments(*of: int) -> None:
+        assert {path.name for path in Path("/dev/shm").glob(f"{tag}-*")} == {f"{tag}-{pid}" for pid in of}
+
+    check_segments(engine_pid(run))
     kill(pid_of(run, "node"))
     wait_restarted(run, "replica", 0, "node process")
-    second = engine_pid(run)
-    assert segments() == {f"{tag}-{second}"}, "the orphan's segment went with it"
+    check_segments(engine_pid(run))  # the orphan's went with it
     wait_until(is_told, "status knows the segment")
-    kill(pid_of(run, "node"), second)
+    kill(pid_of(run, "node"), engine_pid(run))
     wait_restarted(run, "replica", 1, "node process")
-    third = engine_pid(run)
-    assert segments() == {f"{tag}-{third}"}, "nobody mapped it any more, but its node had told of it"
-    wait_until(is_told, "status knows the segment")
-    kill(third)
-    wait_restarted(run, "replica", 2, "was killed by signal 9")
-    assert segments() == {f"{tag}-{engine_pid(run)}"}
+    check_segments(engine_pid(run))  # nobody mapped it any more, but its node had told of it
     wait_until(is_told, "status knows the segment")
     kill_all(run)
     assert call("down").code == 0
-    assert segments() == set()
+    check_segments()
 
 
 def test_hanging_engine_is_found_stalled_and_its_request_is_answered_after_all(place: Place) -> None:
-    faults = {
-        "hang-after-requests": 1,
-        "fault-once": str(place.folder / "hung"),
-    }  # the first request is the node's probe
+    # The first request is the node's probe.
+    faults = {"hang-after-requests": 1, "fault-once": str(place.folder / "hung")}
     run = place.up(place.write("one", args=faults, engine={"stall_s": 3}))
     ask(run)
     wait_restarted(run, "replica", 0, "stalled: 1 request(s) running")
@@ -270,69 +205,30 @@ def test_hanging_engine_is_found_stalled_and_its_request_is_answered_after_all(p
 
 
 @pytest.mark.nightly
-def test_engine_that_dies_in_a_stream_ends_it_with_an_error_event(place: Place) -> None:
-    faults = {"crash-mid-stream": 5, "fault-once": str(place.folder / "crashed")}
-    run = place.up(place.write("one", args=faults))
-    stream = Asking(run.url, 40).end()
-    assert stream.error is not None
-    assert stream.error.is_retryable
-    assert "the answer broke off" in stream.error.message
-    assert stream.text
-    assert expected_text(PROMPT, 40).startswith(stream.text)
-    Asking(run.url, 40).check_is_whole()
-    wait_restarted(run, "replica", 0, "exited with code 1")
-    place.note(run)
-
-
-def test_engine_that_crashes_again_and_again_is_kept_trying_and_tells_why(place: Place) -> None:
-    run = place.up(place.write("one", args={"crash-after-requests": 1}))
-    with pytest.raises(HttpError) as failed:
-        ask(run)
-    assert failed.value.status == 502
-    wait_until(lambda: replica_of(run).n_restarts == 2, "status counts both")
-    assert [restart.reason for restart in restarts(run, "replica")] == [
-        "vLLM exited with code 1: its EngineCore process died"
-    ] * 2
-    wait_until(lambda: now(run).phase == "ready", "it is ready again")
-    place.note(run)
-
-
-FAILING_STARTS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
-    # what the engine does, its settings, the reading of it, and the hint
-    "no room for the KV cache": (
-        {"oom": "kv-cache"},
-        {},
-        "the KV cache for one request of max_model_len does not fit",
-        "Set engine.max_model_len to",
-    ),
-    "not enough memory": ({"oom": "memory"}, {}, "the memory it needs is not free", "engine.gpu_memory_utilization"),
-    "an error nobody knows": ({"crash-at-start": "ValueError: no such thing"}, {}, "ValueError: no such thing", "logs"),
-    "a flag that it does not know": ({"no-such-flag": 1}, {}, "refused its command line", "engine.args"),
-    "too slow": ({"load-s": 30}, {"start_timeout_s": 1}, "it was not ready after", "penstock logs one"),
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", FAILING_STARTS)
-def test_failed_start_says_why_and_leaves_nothing(place: Place, case: str) -> None:
-    args, engine, reading, hint = FAILING_STARTS[case]
+@pytest.mark.parametrize(
+    ("args", "engine", "reading", "hint"),
+    [
+        ({"oom": "kv-cache"}, {}, "the KV cache for one request of max_model_len does not fit", "Set engine.max_model"),
+        ({"crash-at-start": "ValueError: no such thing"}, {}, "ValueError: no such thing", "logs"),
+        ({"load-s": 30}, {"start_timeout_s": 1}, "it was not ready after", "penstock logs one"),
+    ],
+    ids=["what is known", "an error nobody knows", "too slow"],
+)
+def test_failed_start_says_why_and_leaves_nothing(
+    place: Place, args: dict[str, Any], engine: dict[str, Any], reading: str, hint: str
+) -> None:
     done = call("up", place.write("one", args=args, engine=engine))
     place.run()
     assert done.code == 1, done
-    assert 'error: could not start replica 0 of "one"' in done.err
-    assert reading in done.err
-    assert hint in done.err
-    assert "its last lines:" in done.err
+    for words in ('error: could not start replica 0 of "one"', reading, hint, "its last lines:"):
+        assert words in done.err
     place.assert_nothing_left()
     facts = call("status", "one", "--json").json
-    assert facts["phase"] == "failed"
-    assert reading in facts["reason"]
-    assert 0 < len(facts["replicas"][0]["announcement"]["log_tail"]) <= 20
+    assert facts["phase"] == "failed" and reading in facts["reason"]
+    tail = facts["replicas"][0]["announcement"]["log_tail"]
+    assert 0 < len(tail) <= 20 and tail[-1] in call("logs", "one").out
     assert reading in call("status", "one").out
-    last = facts["replicas"][0]["announcement"]["log_tail"][-1]
-    assert last in call("logs", "one").out
-    assert call("ls", "--json").json == []
-    assert "failed" in call("ls", "--all").out
+    assert call("ls", "--json").json == [] and "failed" in call("ls", "--all").out
 
 
 @pytest.mark.nightly
@@ -341,9 +237,7 @@ def test_failed_start_can_be_tried_again_on_the_same_port(place: Place) -> None:
     assert call("up", place.write("one", args={"oom": "kv-cache"}, gateway=gateway), "--no-wait").code == 0
     run = place.run()
     wait_until(lambda: now(run).phase == "failed", "the start has failed")
-    assert call("up", place.write("one", gateway=gateway)).code == 0
-    place.note(run)
-    ask(run)
+    ask(place.up(place.write("one", gateway=gateway)))
 
 
 @pytest.mark.nightly
@@ -353,44 +247,23 @@ def test_failed_replica_beside_a_ready_one_does_not_end_it(place: Place) -> None
     broken = json.loads((run.artifact_path / "launch.json").read_text())
     broken["plan"]["args"] = {"oom": "kv-cache"}
     (run.artifact_path / "launch.json").write_text(json.dumps(broken))
-    scaled = call("scale", "2")
-    assert scaled.code == 1
-    assert "could not start replica 1" in scaled.err
-    assert now(run).phase == "degraded"
-    ask(run)
-    again = call("up", place.folder / "one.yaml")
-    assert again.code == 1
-    assert "could not start replica 1" in again.err
-    ask(run)
+    for words in (("scale", "2"), ("up", place.folder / "one.yaml")):
+        done = call(*words)
+        assert done.code == 1 and "could not start replica 1" in done.err
+        assert now(run).phase == "degraded"
+        ask(run)
     assert call("scale", "1").code == 0
     assert now(run).phase == "ready"
-    ask(run)
 
 
 def test_down_ends_an_engine_that_ignores_sigterm(place: Place) -> None:
     loading = {"load-s": 25, "ignore-sigterm-while-loading": True, "child": True}
     assert call("up", place.write("one", args=loading), "--no-wait").code == 0
-    run = place.run()
-    wait_until(lambda: replica_of(run).state == "loading", "the engine loads")
-    place.note(run)
-    two = place.up(place.write("two", args={"ignore-sigterm": True, "child": True}))
-    ask(two)
+    wait_until(lambda: replica_of(place.run()).state == "loading", "the engine loads")
+    ask(place.up(place.write("two", args={"ignore-sigterm": True, "child": True})))
     for name in ("one", "two"):
         with started("down", name) as ending:
             assert ending.wait(SOON_S) == 0, "within seconds, although the engine has to be killed"
-    place.assert_nothing_left()
-
-
-@pytest.mark.nightly
-def test_port_taken_between_check_and_start_is_told_and_leaves_nothing(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(network, "check_port", lambda host, port: None)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        done = call("up", place.write("one", gateway={"port": port}))
-    assert done.code == 2, done
-    assert f"cannot listen on 127.0.0.1:{port}" in done.err
     place.assert_nothing_left()
 
 
@@ -400,20 +273,13 @@ def test_orphans_of_a_deleted_run_folder_are_found_and_cleaned(place: Place, mon
     path, run_id = str(run.path), run.record().id
     wait_until(lambda: remove(run.path), "the folder is gone")
     wait_until(lambda: not pids(run, "controller") and not pids(run, "watchdog"), "the controller ends by itself")
-    assert call("status", "one").code == 2
     dry = call("clean")
-    assert dry.code == 0
-    assert "node of" in dry.out
-    assert f"penstock-{run_id}-0" in dry.out
+    assert dry.code == 0 and "node of" in dry.out and f"penstock-{run_id}-0" in dry.out
     assert str(other.path) not in dry.out
     assert processes.find_marked(path), "a dry run removes nothing"
-    with monkeypatch.context() as patch:
-        patch.setenv("PENSTOCK_HOME", str(place.folder / "elsewhere"))
-        assert other.record().id not in call("clean", "--json").out
     assert call("clean", "--yes").code == 0
     place.assert_nothing_left_of(path)
     ask(other)
-    assert not [item for item in call("clean", "--json").json["found"] if run_id in json.dumps(item)]
 
 
 def remove(path: Path) -> bool:
@@ -423,22 +289,20 @@ def remove(path: Path) -> bool:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("killed", [(), ("controller",)])
-def test_a_home_that_is_away_for_a_moment_ends_nothing(place: Place, killed: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("is_killed", [False, True], ids=["", "and its controller is killed"])
+def test_a_home_that_is_away_for_a_moment_ends_nothing(place: Place, is_killed: bool) -> None:
     run = place.up(place.write("one"))
     controller, away = pid_of(run, "controller"), place.folder / "unmounted"
-    doomed, client = [pid_of(run, role) for role in killed], Client(run.url, timeout_s=SOON_S)
+    client = Client(run.url, timeout_s=SOON_S)
     paths.home().rename(away)
-    kill(*doomed)
+    kill(*[controller] * is_killed)
     time.sleep(2.0)
     assert client.complete(PROMPT, max_tokens=8).text, "requests are served all along"
     away.rename(paths.home())
     wait_until(lambda: now(run).controller.state == "running" and len(pids(run, "watchdog")) == 1, "both watch again")
-    assert (pid_of(run, "controller") == controller) is not bool(killed)
-    node = pid_of(run, "node")
-    kill(node)
-    wait_until(lambda: bool({*pids(run, "node")} - {node}) and now(run).phase == "ready", "a new node")
-    ask(run)
+    assert (pid_of(run, "controller") != controller) is is_killed
+    kill(pid_of(run, "node"))
+    wait_restarted(run, "replica", 0, "node process")
 
 
 def test_two_ups_at_once_start_one_deployment(place: Place) -> None:
@@ -447,9 +311,9 @@ def test_two_ups_at_once_start_one_deployment(place: Place) -> None:
         codes = sorted(child.wait(SOON_S) for child in (first, second))
         refused = [child for child in (first, second) if child.returncode == 2]
         words = [child.stderr.read() for child in refused if child.stderr is not None]
-    run = place.run()
     assert codes in ([0, 0], [0, 2])
     assert all("another penstock command is changing it" in text for text in words)
+    run = place.run()
     assert len(pids(run, "controller")) == len(pids(run, "node")) == 1
     ask(run)
 
@@ -461,28 +325,24 @@ def test_down_while_up_waits_ends_both(place: Place) -> None:
         wait_until(lambda: (paths.home() / "runs" / "one" / "state.json").exists(), "it has begun")
         run = place.run()
         assert call("down", "one", "--now").code == 0
-        assert waiting.wait(SOON_S) == 1
-        assert waiting.stderr is not None
-        assert 'could not start deployment "one": it was stopped while it was starting' in waiting.stderr.read()
+        _, err = waiting.communicate(timeout=SOON_S)
+        assert waiting.returncode == 1
+        assert 'could not start deployment "one": it was stopped while it was starting' in err
     assert now(run).phase == "down"
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("broken", ["plan.json", "spec.yaml", "run.json", "handle.json", "state.json", "desired.json"])
+@pytest.mark.parametrize("broken", ["run.json", "handle.json"])
 def test_down_ends_a_deployment_whose_folder_is_damaged(place: Place, broken: str) -> None:
     run = place.up(place.write("one"))
     run_id = run.record().id
     kill(pid_of(run, "watchdog"), pid_of(run, "controller"))  # a living controller would write some of them anew
     (run.path / broken).write_text("")
-    assert call("ls").code == 0
     assert call("down", "one", "--now").code == 0
-    assert run.is_ended()
-    assert processes.find_marked(str(run.path)) == []
+    assert run.is_ended() and processes.find_marked(str(run.path)) == []
     for folder in private_folders(run_id):
         assert broken == "run.json", "its id is not known any more: for `clean` to find"
         shutil.rmtree(folder)
-    again = place.up(place.write("one"))
-    ask(again)
 
 
 def test_hung_gateway_is_ended_and_another_started(place: Place) -> None:

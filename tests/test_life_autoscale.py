@@ -14,11 +14,8 @@ from launching import (
     Place,
     ask,
     call,
-    kill,
     now,
-    pid_of,
     pids,
-    port_is_free,
     wait_until,
 )
 
@@ -30,7 +27,6 @@ from penstock.wire.waiting import PROGRESS_HEADER, read_comment
 
 pytestmark = pytest.mark.processes
 
-ALONE = {"min": 0, "max": 1, "idle_s": 1}
 SLOW = {"load-s": 1.0, "tokens-per-s": 20}
 
 
@@ -83,26 +79,6 @@ def test_requests_that_wait_start_another_replica(place: Place) -> None:
     assert (1, 2) in decided(run)
 
 
-def wait_asleep(place: Place) -> Run:
-    run = place.up(place.write("one", args=SLOW, replicas=ALONE, gateway={"hold_s": 25}))
-    wait_until(lambda: is_asleep(run), "nobody asks: the last replica ends")
-    return run
-
-
-def test_the_last_ends_when_nobody_asks_and_a_request_wakes_one(place: Place) -> None:
-    run = wait_asleep(place)
-    assert now(run).phase == "ready"
-    assert "the next request starts one" in call("status", "one").out
-    assert [card.name for card in Client(run.url).models()] == ["one"]
-    metrics = call("metrics", "--deployment", "one")
-    assert 'penstock_desired_replicas{deployment="one",model="one"} 0' in metrics.out
-    ask(run)
-    place.note(run)
-    assert (0, 1) in decided(run)
-    reasons = [row["reason"] for row in call("autoscale", "explain", "one", "--json").events]
-    assert any("held" in reason for reason in reasons), reasons
-
-
 def comments(url: str) -> list[str]:
     """What a client of a stream hears before the first event, when it asked for its progress."""
     body = {"model": "one", "stream": True, "max_tokens": 2, "messages": [{"role": "user", "content": PROMPT}]}
@@ -112,67 +88,21 @@ def comments(url: str) -> list[str]:
         return [line.decode().strip() for line in answer if line.startswith(b":")]
 
 
-@pytest.mark.nightly
-def test_who_is_held_hears_the_seconds_that_are_left(place: Place) -> None:
-    run = wait_asleep(place)
+def test_the_last_ends_when_nobody_asks_and_a_request_wakes_one_and_hears_the_seconds_that_are_left(
+    place: Place,
+) -> None:
+    run = place.up(place.write("one", args=SLOW, replicas={"min": 0, "max": 1, "idle_s": 1}, gateway={"hold_s": 25}))
+    wait_until(lambda: is_asleep(run), "nobody asks: the last replica ends")
+    assert now(run).phase == "ready"
+    assert "the next request starts one" in call("status", "one").out
+    assert [card.name for card in Client(run.url).models()] == ["one"]
+    metrics = call("metrics", "--deployment", "one")
+    assert 'penstock_desired_replicas{deployment="one",model="one"} 0' in metrics.out
     told = [waiting for text in comments(run.url) if (waiting := read_comment(text[1:])) is not None]
-    place.note(run)
-    assert {waiting.stage for waiting in told} >= {"prompt"}
+    assert "prompt" in {waiting.stage for waiting in told}
     assert any(waiting.eta_s is not None for waiting in told), told
-
-
-@pytest.mark.nightly
-def test_a_controller_killed_at_zero_and_while_one_wakes_starts_none_twice(place: Place) -> None:
-    run = wait_asleep(place)
-    kill(pid_of(run, "controller"))
-    held = Asking(run.url, 8)
-    wait_until(lambda: bool(pids(run, "node")), "its successor starts one")
-    node = pid_of(run, "node")
-    kill(pid_of(run, "controller"))
-    held.check_is_whole()
-    place.note(run)
-    assert pid_of(run, "node") == node, "the one that was starting"
-
-
-@pytest.mark.nightly
-def test_a_gateway_killed_at_zero_and_while_one_wakes_loses_no_replica(place: Place) -> None:
-    run = wait_asleep(place)
-
-    def end_gateway() -> None:
-        before = pid_of(run, "gateway")
-        kill(before)
-        wait_until(lambda: bool({*pids(run, "gateway")} - {before}), "another gateway")
-        wait_until(lambda: not port_is_free(run.url), "it listens")
-
-    end_gateway()
-    held = Asking(run.url, 8)
-    wait_until(lambda: bool(pids(run, "node")), "the request wakes one")
-    node = pid_of(run, "node")
-    end_gateway()
-    held.end()
     ask(run)
     place.note(run)
-    assert pid_of(run, "node") == node
-
-
-@pytest.mark.nightly
-def test_a_controller_killed_while_one_more_loads_and_while_one_drains_loses_nothing(place: Place) -> None:
-    run = place.up(place.write("one", args=SLOW, replicas={"min": 1, "max": 2}, gateway={"max_in_flight": 1}))
-    streams = [Asking(run.url, 60) for _ in range(3)]
-    wait_until(lambda: len(pids(run, "node")) == 2, "another replica starts")
-    nodes = pids(run, "node")
-    kill(pid_of(run, "controller"))
-    for stream in streams:
-        stream.check_is_whole()
-    wait_until(lambda: [row.state for row in now(run).replicas] == ["ready", "ready"], "both serve")
-    assert pids(run, "node") == nodes
-    place.note(run)
-    streams = [Asking(run.url, 60) for _ in range(2)]
-    wait_until(lambda: all(row.in_flight for row in now(run).replicas), "both are busy")
-    assert call("scale", "1", "--no-wait").code == 0
-    wait_until(lambda: any(row.is_draining for row in now(run).replicas), "one drains")
-    kill(pid_of(run, "controller"))
-    for stream in streams:
-        stream.check_is_whole()
-    wait_until(lambda: len(pids(run, "node")) == 1, "the one that drained ends")
-    ask(run)
+    assert (0, 1) in decided(run)
+    reasons = [row["reason"] for row in call("autoscale", "explain", "one", "--json").events]
+    assert any("held" in reason for reason in reasons), reasons

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ from launching import (
     engine_pid,
     kill,
     now,
-    pid_of,
     pids,
     port_is_free,
     replica_of,
@@ -33,7 +32,7 @@ from penstock.node.engine_client import IdleWatch
 from penstock.node.sleep import choose_level
 from penstock.run_folder import Run
 from penstock.testing.fake_engine.requests import expected_text
-from penstock.wire.answers import HttpError
+from penstock.wire.answers import Chunk, HttpError
 from penstock.wire.client import Client
 
 BY_VERB: dict[str, Any] = {"sleep": {"level": 1}}
@@ -62,8 +61,8 @@ def test_idleness_is_that_of_the_looks_and_a_step_between_two_ends_it() -> None:
     watch = IdleWatch()
     looks = [(0, 5.0, 10.0), (0, 5.0, 12.0), (0, 7.0, 14.0), (0, 7.0, 16.0), (1, 7.0, 18.0), (0, 7.0, 20.0)]
     idle_s = []
-    for n_requests, iterations, now_s in looks:
-        watch.observe(n_requests, iterations, now_s)
+    for look in looks:
+        watch.observe(*look)
         idle_s.append(watch.idle_s)
     assert idle_s == [0, 2, 0, 2, 0, 2]
     watch.forget()
@@ -85,14 +84,11 @@ def test_a_verb_puts_it_to_sleep_a_request_wakes_it_and_a_verb_wakes_it(place: P
     slept = call("sleep", "one", "--json")
     assert (slept.code, slept.events[-1]) == (0, {"event": "asleep", "name": "one"}), slept
     assert (now(run).phase, replica_of(run).state) == ("ready", "sleeping")
-    status = call("status")
-    assert status.out.startswith("one sleeps; a request wakes it")
-    assert "asleep at level 1" in status.out
-    (card,) = Client(run.url).models()
-    assert card.state == "sleeping"
+    status = call("status").out
+    assert status.startswith("one sleeps; a request wakes it") and "asleep at level 1" in status
+    assert [card.state for card in Client(run.url).models()] == ["sleeping"]
     announcement = replica_of(run).announcement
-    assert announcement is not None
-    assert announcement.measured["sleep_s"] > 0.2
+    assert announcement is not None and announcement.measured["sleep_s"] > 0.2
     gauge = 'penstock_replicas{state="sleeping"} 1'
     wait_until(lambda: gauge in Client(run.url).get_text("/metrics"), "the gauge of sleeping replicas")
     assert ask(run).replica == "0"
@@ -138,55 +134,54 @@ def test_a_stream_hears_that_its_replica_wakes(place: Place) -> None:
     run = place.up(place.write("one", args={"wake-s": 2}, engine=BY_VERB))
     assert call("sleep").code == 0
     stages: list[str] = []
-    text = ""
-    for piece in Client(run.url).stream_chat(
-        [{"role": "user", "content": PROMPT}], on_wait=lambda waiting: stages.append(waiting.stage), max_tokens=5
-    ):
-        text += getattr(piece, "text", "") if type(piece).__name__ == "Chunk" else ""
-    assert text == expected_text(PROMPT, 5)
-    assert "waking" in stages
-    assert stages[-1] == "prompt"
+    messages = [{"role": "user", "content": PROMPT}]
+    pieces = Client(run.url).stream_chat(messages, on_wait=lambda waiting: stages.append(waiting.stage), max_tokens=5)
+    assert "".join(piece.text for piece in pieces if isinstance(piece, Chunk)) == expected_text(PROMPT, 5)
+    assert "waking" in stages and stages[-1] == "prompt"
 
 
 @pytest.mark.nightly
 @pytest.mark.processes
 def test_requests_in_the_moment_of_falling_asleep_are_all_answered(place: Place) -> None:
-    """One client asks every 0.3 s, and the engine wants to sleep whenever it is idle for a second or is told to."""
+    """Two clients ask all the time, and the engine wants to sleep whenever it is idle for a second or is told to."""
     run = place.up(place.write("one", args={"sleep-s": 0.2, "wake-s": 0.2}, engine={"sleep": {"after_s": 1}}))
-    errors: list[Exception] = []
-    is_over = threading.Event()
+    is_over, n_answered = threading.Event(), [0, 0]
 
-    def ask_on() -> None:
-        while not is_over.is_set():
-            try:
-                ask(run, 3)
-            except Exception as error:  # noqa: BLE001 - any is one too many
-                errors.append(error)
-            is_over.wait(0.05)
+    def ask_on(client: int) -> None:
+        while not is_over.wait(0.05):
+            ask(run, 3)  # raises when the answer is an error, or wrong
+            n_answered[client] += 1
 
-    threads = [threading.Thread(target=ask_on) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for _ in range(12):
-        assert call("sleep", "--no-wait").code == 0
-        time.sleep(0.7)
-    is_over.set()
-    for thread in threads:
-        thread.join(SOON_S)
-    assert errors == []
+    def is_answered(least: int) -> bool:
+        return min(n_answered) >= least or any(client.done() for client in clients)
+
+    with ThreadPoolExecutor(2) as pool:
+        clients = [pool.submit(ask_on, client) for client in range(2)]
+        try:
+            for n_orders in range(12):
+                assert call("sleep", "--no-wait").code == 0
+                wait_until(partial(is_answered, 15 * n_orders), "both are answered")
+        finally:
+            is_over.set()
+    for asking in clients:
+        asking.result()
+    told = replica_of(run).announcement
+    assert told is not None and {"sleep_s", "wake_s"} <= told.measured.keys(), "it slept in between"
 
 
 @pytest.mark.nightly
 @pytest.mark.processes
 def test_it_never_sleeps_while_a_request_runs(place: Place) -> None:
     run = place.up(place.write("one", args={"tokens-per-s": 20}, engine={"sleep": {"after_s": 1}}))
-    stream = Asking(run.url, 80)
+    stream, states = Asking(run.url, 80), set[str]()
     wait_until(lambda: bool(stream.text), "the stream runs")
     assert call("sleep", "--no-wait").code == 0
-    states = set()
-    while stream.reply is None and stream.error is None:
+
+    def has_ended() -> bool:
         states.add(replica_of(run).state)
-        time.sleep(0.1)
+        return stream.reply is not None or stream.error is not None
+
+    wait_until(has_ended, "the stream ends")
     stream.check_is_whole()
     assert states == {"ready"}
     wait_until(lambda: sleeping(run), "asleep after the stream")
@@ -194,34 +189,25 @@ def test_it_never_sleeps_while_a_request_runs(place: Place) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.processes
-@pytest.mark.parametrize("part", ["engine", "node", "gateway", "controller"])
-def test_a_killed_part_of_a_sleeping_deployment_comes_back_and_a_request_is_answered(place: Place, part: str) -> None:
-    run = place.up(place.write("one", args={"child": True}, engine=BY_VERB))
-    assert call("sleep").code == 0
-    kill(*(pids(run, "engine")[:1] if part == "engine" else [pid_of(run, part)]))
-    if part in ("engine", "node"):
-        wait_ready(run)
-    held = Asking(run.url, 5) if part != "gateway" else None
-    if held is not None:
-        held.check_is_whole()
-    wait_until(lambda: len(pids(run, "gateway")) == 1 and not port_is_free(run.url), "a gateway that answers")
-    ask(run)
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-@pytest.mark.parametrize("part", ["engine", "node"])
-def test_what_is_killed_while_it_wakes_is_started_again_and_the_held_request_is_answered(
-    place: Place, part: str
+@pytest.mark.parametrize(
+    ("part", "wakes"),
+    [*((part, False) for part in ("engine", "node", "gateway", "controller")), ("engine", True), ("node", True)],
+)
+def test_a_part_that_is_killed_asleep_or_while_it_wakes_comes_back_and_a_request_is_answered(
+    place: Place, part: str, wakes: bool
 ) -> None:
-    run = place.up(place.write("one", args={"wake-s": 3, "child": True}, engine=BY_VERB))
+    run = place.up(place.write("one", args={"wake-s": 3 if wakes else 0, "child": True}, engine=BY_VERB))
     assert call("sleep").code == 0
-    held = Asking(run.url, 5)
-    wait_until(lambda: replica_of(run).state == "waking", "it wakes")
-    kill(*(pids(run, "engine")[:1] if part == "engine" else [pid_of(run, part)]))
-    held.check_is_whole()
-    assert call("down").code == 0
-    place.assert_nothing_left()
+    held = [Asking(run.url, 5)] if wakes else []
+    if wakes:
+        wait_until(lambda: replica_of(run).state == "waking", "it wakes")
+    kill(pids(run, part)[0])
+    if part == "gateway":
+        wait_until(lambda: len(pids(run, part)) == 1 and not port_is_free(run.url), "a gateway that answers")
+    for stream in held:
+        stream.check_is_whole()
+    ask(run)
+    wait_ready(run)
 
 
 @pytest.mark.nightly
@@ -244,8 +230,7 @@ def test_an_engine_that_refuses_to_sleep_stays_ready_and_says_so(place: Place) -
     run = place.up(place.write("one", engine=BY_VERB | closed))
     engine = engine_pid(run)
     refused = call("sleep")
-    assert refused.code == 1
-    assert "does not sleep: the engine answered" in refused.err
+    assert refused.code == 1 and "does not sleep: the engine answered" in refused.err
     ask(run)
     assert engine_pid(run) == engine
 
@@ -254,8 +239,7 @@ def test_an_engine_that_refuses_to_sleep_stays_ready_and_says_so(place: Place) -
 @pytest.mark.processes
 def test_down_ends_one_that_wakes(place: Place) -> None:
     run = place.up(place.write("one", args={"wake-s": 30}, engine=BY_VERB))
-    assert call("sleep").code == 0
-    assert call("wake", "--no-wait").code == 0
+    assert call("sleep").code == 0 and call("wake", "--no-wait").code == 0
     wait_until(lambda: replica_of(run).state == "waking", "it wakes")
     assert call("down", "--now").code == 0
     place.assert_nothing_left()
@@ -276,32 +260,23 @@ def test_one_of_two_wakes_for_a_request_and_workers_tell_each_other(place: Place
 def test_the_routes_of_the_development_mode_need_the_key_and_no_client_reaches_them(place: Place) -> None:
     run = place.up(place.write("one", engine=BY_VERB))
     announcement = replica_of(run).announcement
-    assert announcement is not None
-    assert announcement.url is not None
-    for url, path, status in (
-        (announcement.url, "/sleep", 401),
-        (announcement.url, "/collective_rpc", 401),
-        (run.url, "/sleep", 404),
-        (run.url, "/collective_rpc", 404),
-        (run.url, "/wake_up", 404),
-    ):
-        with pytest.raises(HttpError) as refused:
-            Client(url).post_json(path, {})
-        assert refused.value.status == status
+    assert announcement is not None and announcement.url is not None
+    for url, status in ((announcement.url, 401), (run.url, 404)):
+        for path in ("/sleep", "/collective_rpc", "/wake_up"):
+            with pytest.raises(HttpError) as refused:
+                Client(url).post_json(path, {})
+            assert refused.value.status == status
 
 
-@pytest.mark.nightly
 @pytest.mark.processes
-def test_without_the_block_nothing_sleeps(place: Place, tmp_path: Path) -> None:
-    place.up(place.write("one"))
-    refused = call("sleep")
-    assert refused.code == 2
-    assert "it was started without engine.sleep" in refused.err
-    opened = call("up", place.write("two", engine=BY_VERB, gateway={"engine_routes": ["/sleep"]}))
-    assert opened.code == 2
-    assert 'opens "/sleep" next to engine.sleep' in opened.err
-    llamacpp = tmp_path / "three.yaml"
-    llamacpp.write_text("model: penstock-demo\nname: three\nengine: {kind: llamacpp, sleep: {after_s: 60}}\n", "utf-8")
-    refused = call("up", llamacpp, "--dry-run")
-    assert refused.code == 2
-    assert "engine llamacpp cannot give its memory back" in refused.err
+def test_what_cannot_sleep_is_refused(place: Place) -> None:
+    place.written(place.write("zero"))
+    one = place.write("one", engine=BY_VERB, gateway={"engine_routes": ["/sleep"]})
+    llamacpp = place.write("two", engine={"kind": "llamacpp", "sleep": {"after_s": 60}, "args": {}})
+    for words, why in (
+        (("sleep", "zero"), "it was started without engine.sleep"),
+        (("up", one), 'opens "/sleep" next to engine.sleep'),
+        (("up", llamacpp, "--dry-run"), "engine llamacpp cannot give its memory back"),
+    ):
+        refused = call(*words)
+        assert refused.code == 2 and why in refused.err, refused
