@@ -11,12 +11,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from hosts import Hosts
+from hub_server import COMMIT, serving
 from nodes_rig import Rig
 from samples import demo_plan
-from waiting import end
+from waiting import end, line
 
 from penstock import processes
 from penstock.errors import UserError
+from penstock.models import manifest
 from penstock.node import leftovers
 from penstock.node.__main__ import rank_of
 from penstock.spec.deployment import Parallel, Sleep
@@ -67,20 +69,26 @@ def test_a_probe_does_not_see_that_a_node_sleeps(rig: Rig, tmp_path: Path) -> No
     rig.node(0, "--ready-file", str(file))
     rig.wait_state("ready")
     rig.admin.post_json("/admin/sleep", {"replica": "0"})
-    states = {rig.wait_state("sleeping").state}
+    rig.wait_state("sleeping")
     rig.until(file.exists, "the ready file")
     rig.admin.post_json("/admin/wake", {"replica": "0"})
-    while "ready" not in states:
+
+    def is_awake() -> bool:
         assert file.exists()
         row = rig.row()
-        states |= {row.announcement.state} if row is not None else set()
-    assert states <= {"sleeping", "waking", "ready"}
+        assert row is not None and row.announcement.state in ("sleeping", "waking", "ready"), row
+        return row.announcement.state == "ready"
+
+    rig.until(is_awake, "it wakes")
 
 
 @pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.parametrize("rig", [TWO], indirect=True)
 def test_all_nodes_of_a_replica_leave_on_one_order_and_their_successors_stay(rig: Rig, tmp_path: Path) -> None:
+    early = rig.node(1)
+    leave(rig)
+    assert end(early) == 0, "its first node never came"
     files = [tmp_path / "ready-0", tmp_path / "ready-1"]
     nodes = [rig.node(rank, "--ready-file", str(file)) for rank, file in enumerate(files)]
     rig.wait_state("ready")
@@ -89,7 +97,6 @@ def test_all_nodes_of_a_replica_leave_on_one_order_and_their_successors_stay(rig
     text = rig.admin.get_text("/metrics")
     assert text.count("\npenstock_node_memory_total_bytes{") == 1, "both are this machine"
     assert 'penstock_replica_start_seconds{replica="0",stage="nodes"}' in text
-    assert "penstock_gpu_" not in text
     leave(rig)
     assert [end(node) for node in nodes] == [0, 0]
     assert not any(file.exists() for file in files)
@@ -98,24 +105,12 @@ def test_all_nodes_of_a_replica_leave_on_one_order_and_their_successors_stay(rig
     rig.wait_state("ready")
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("rig", [TWO], indirect=True)
-@pytest.mark.nightly
-def test_a_rank_whose_first_node_never_came_leaves_too(rig: Rig) -> None:
-    node = rig.node(1)
-    leave(rig)
-    assert end(node) == 0
-
-
-@pytest.mark.parametrize(("host", "rank"), [("chat-0", 0), ("chat-7b-12", 12), ("chat-3.chat.svc.cluster.local", 3)])
-def test_the_rank_is_the_number_that_the_host_name_ends_in(host: str, rank: int) -> None:
-    assert rank_of(host, n_nodes=16) == rank
-
-
-@pytest.mark.parametrize("host", ["chat", "chat12", "chat-2", "chat-1a"])
-def test_a_host_name_without_a_rank_of_this_replica_is_refused(host: str) -> None:
-    with pytest.raises(UserError, match=f'host name "{host}"'):
-        rank_of(host, n_nodes=2)
+def test_the_rank_is_the_number_that_the_host_name_ends_in() -> None:
+    hosts = ("chat-0", "chat-7b-12", "chat-3.chat.svc.cluster.local")
+    assert [rank_of(host, n_nodes=16) for host in hosts] == [0, 12, 3]
+    for host in ("chat", "chat12", "chat-2", "chat-1a"):
+        with pytest.raises(UserError, match=f'host name "{host}"'):
+            rank_of(host, n_nodes=2)
 
 
 def test_a_node_removes_folders_of_engines_that_died_with_its_machine(
@@ -151,16 +146,53 @@ def test_an_engine_that_fails_to_start_leaves_no_shared_memory(tmp_path: Path) -
     """vLLM's ranks make psm_* seconds before they run out of memory."""
     segment = Path("/dev/shm") / f"penstock-test-{tmp_path.name}"
     (tmp_path / "sitecustomize.py").write_text(HOOK.replace("TAG", segment.name))
-    args, env = {"crash-at-start": "boom"}, {"PYTHONPATH": str(tmp_path)}
-    rig = Rig(tmp_path, demo_plan("fake", args=args, env=env))
+    rig = Rig(tmp_path, demo_plan("fake", args={"crash-at-start": "boom"}, env={"PYTHONPATH": str(tmp_path)}))
     try:
         node = rig.node(0)
         rig.until(segment.exists, "the engine makes its segment")
-        assert end(node) == 1
-        assert not segment.exists()
+        assert end(node) == 1 and not segment.exists()
     finally:
         rig.close()
         segment.unlink(missing_ok=True)
+
+
+FILES = {"config.json": b"{}", "m.safetensors": b"x" * 5_000_000}
+
+
+@pytest.mark.processes
+def test_a_node_fetches_the_planned_revision_and_announces_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = f"/elsewhere/models--org--name/snapshots/{COMMIT}"
+    facts = msgspec.structs.replace(ONE.model, reference="org/name", path=path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with serving("org/name", FILES) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.is_open.clear()  # the weights hang
+        rig = Rig(tmp_path, msgspec.structs.replace(ONE, model=facts))
+        try:
+            stopped = rig.node()
+
+            def is_fetching() -> bool:
+                shown = (row := rig.row()) and row.announcement.progress
+                return bool(shown and shown.stage.startswith("fetching 1/2 files, 2 B of 4.8 MiB"))
+
+            rig.until(is_fetching, "its progress")
+            stopped.terminate()
+            assert end(stopped) == 0, "a fetch does not hold a node that is stopped"
+            hub.is_open.set()
+            hub.asked.clear()
+            rig.node()
+            ready = rig.wait_state("ready")
+            assert {"files", "fetch", "imports"} <= set(ready.start_s)
+            assert hub.downloads == ["m.safetensors"], "what came before is not fetched again"
+            assert manifest.verify(tmp_path / "hub" / "models--org--name" / "snapshots" / COMMIT) == []
+        finally:
+            rig.stop()
+            rig.close()
+    assert processes.sweep(str(rig.run)) == [], "nothing is left of the nodes"
 
 
 @pytest.mark.hosts
@@ -177,9 +209,9 @@ def test_an_engine_outlives_the_loss_of_its_nodes_address(hosts: Hosts) -> None:
         rig.wait_state("ready")
         before = engines()
         host.run(["ip", "addr", "del", f"{host.address}/24", "dev", "eth0"])
-        rig.until(lambda: "cannot reach its own address" in (rig.folder / "log").read_text("utf-8"), "it is said")
+        line(rig.folder / "log", "cannot reach its own address")
         host.run(["ip", "addr", "add", f"{host.address}/24", "dev", "eth0"])
-        rig.until(lambda: "can be reached again" in (rig.folder / "log").read_text("utf-8"), "it is back")
+        line(rig.folder / "log", "can be reached again")
         rig.until(lambda: (row := rig.row()) is not None and row.is_alive, "the replica serves")
         assert before == engines() != []
     finally:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from nodes_rig import TOKEN, Rig
+from waiting import until
 
 from penstock import processes
 from penstock.engines.vllm.engine import Vllm
@@ -90,40 +91,30 @@ def test_a_request_that_comes_in_its_sleep_waits_in_the_engine_and_is_answered(r
     expected = answer(running.client)
     running.node.make(VLLM.sleep_calls(level))
     assert running.is_sleeping()
-    answers: list[str] = []
-    thread = threading.Thread(target=lambda: answers.append(answer(running.client)))
-    thread.start()
-    time.sleep(1.0)
-    assert answers == []
-    assert running.node.is_busy() is False, "its metrics do not show it: the gateway knows what it has sent"
-    assert running.node.health_problem() is None
-    running.node.make(VLLM.wake_calls(level))
-    assert not running.is_sleeping()
-    thread.join(60)
-    assert answers == [expected]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(answer, running.client)
+        time.sleep(1.0)
+        assert not asked.done()
+        assert running.node.is_busy() is False, "its metrics do not show it: the gateway knows what it has sent"
+        assert running.node.health_problem() is None
+        running.node.make(VLLM.wake_calls(level))
+        assert not running.is_sleeping()
+        assert asked.result(60) == expected
 
 
 @pytest.mark.nightly
 def test_it_falls_asleep_when_what_runs_has_ended(running: Running) -> None:
-    replies: list[int | None] = []
-
-    def ask() -> None:
-        replies.append(running.client.complete("the", max_tokens=300, ignore_eos=True).output_tokens)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    while running.node.is_busy() is not True and not replies:
-        time.sleep(0.01)
-    running.node.make(VLLM.sleep_calls(1))
-    thread.join(60)
-    assert replies == [300]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(running.client.complete, "the", max_tokens=300, ignore_eos=True)
+        until(lambda: running.node.is_busy() or asked.done(), "it runs")
+        running.node.make(VLLM.sleep_calls(1))
+        assert asked.result(60).output_tokens == 300
     running.node.make(VLLM.wake_calls(1))
 
 
 @pytest.mark.nightly
 def test_all_routes_of_the_development_mode_need_the_key(running: Running) -> None:
-    calls = [*VLLM.sleep_calls(1), *VLLM.wake_calls(1), *VLLM.wake_calls(2)]
-    for call in calls:
+    for call in (*VLLM.sleep_calls(1), *VLLM.wake_calls(1), *VLLM.wake_calls(2)):
         with pytest.raises(HttpError) as refused:
             Client(running.node.url).post_json(call.path, {})
         assert refused.value.status == 401

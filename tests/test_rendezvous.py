@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 from samples import cpu_machine, demo_plan
+from waiting import until
 
 from penstock import engines
 from penstock.engines import Diagnosis
@@ -22,10 +23,10 @@ from penstock.node.group import member, rendezvous
 from penstock.node.group.addresses import Formation, Introduction
 from penstock.node.group.leader import GroupLeader
 from penstock.node.group.member import GroupMember
-from penstock.node.group.rendezvous import BoardClient, wait_for
+from penstock.node.group.rendezvous import BoardClient
 from penstock.node.ready_file import ReadyFile
 from penstock.spec.deployment import Parallel
-from penstock.wire.announcement import MachineReading, NodeView, Post
+from penstock.wire.announcement import MachineReading, Post
 from penstock.wire.answers import NoAnswer
 
 pytestmark = pytest.mark.loopback
@@ -54,11 +55,11 @@ class Gateway:
 class StandIn:
     """What a node runs."""
 
+    tail = ("ERROR: torch.OutOfMemoryError: CUDA out of memory",)
+
     def __init__(self) -> None:
         self.code: int | None = None
-        self.is_ended = False
-        self.engine = self
-        self.tail = ["ERROR: torch.OutOfMemoryError: CUDA out of memory"]
+        self.is_ended, self.n_looks, self.engine = False, 0, self
 
     def exit_code(self) -> int | None:
         return self.code
@@ -66,8 +67,8 @@ class StandIn:
     def end(self, grace_s: float) -> None:
         self.is_ended = True
 
-    def look(self) -> tuple[()]:
-        return ()
+    def look(self) -> None:
+        self.n_looks += 1
 
 
 def introduction(host: str, **versions: str) -> Introduction:
@@ -86,16 +87,10 @@ class Second:
             self.started.append(StandIn())
             return self.started[-1]
 
-        engine = engines.load("vllm")
         self.is_told_ready = threading.Event()
         self.member = GroupMember(
-            PLAN,
-            self.board,
-            engine,
-            lambda _: introduction("beta", **versions),
-            start,
-            self.is_told_ready.set,
-            ReadyFile(),
+            *(PLAN, self.board, engines.load("vllm"), lambda _: introduction("beta", **versions), start),
+            *(self.is_told_ready.set, ReadyFile()),
         )
         self.thread = threading.Thread(target=self.member.run, daemon=True)
         self.thread.start()
@@ -120,17 +115,12 @@ def board_client(gateway: Gateway, rank: int) -> BoardClient:
     return board
 
 
-class Group(NamedTuple):
-    gateway: Gateway
-    leader: GroupLeader
-    second: Second
-
-
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that is silent for one second, not six, is gone."""
     monkeypatch.setattr(rendezvous, "GONE_AFTER_S", 1.0)
     monkeypatch.setattr(rendezvous, "_POST_EVERY_S", 0.1)
+    monkeypatch.setattr(member, "_LOOK_EVERY_S", 0.1)
 
 
 @pytest.fixture
@@ -153,6 +143,12 @@ def second_of(gateway: Gateway) -> Iterator[Callable[..., Second]]:
         assert node.left()
 
 
+class Group(NamedTuple):
+    gateway: Gateway
+    leader: GroupLeader
+    second: Second
+
+
 @pytest.fixture
 def group(gateway: Gateway, second_of: Callable[..., Second]) -> Group:
     """Two nodes that have formed."""
@@ -165,30 +161,15 @@ def leader_of(gateway: Gateway) -> GroupLeader:
     return GroupLeader(PLAN, board_client(gateway, 0), ("alpha", "beta"), lambda: False)
 
 
-def nothing(what: str, nodes: tuple[NodeView, ...]) -> None:
-    pass
-
-
-def formed(leader: GroupLeader, patience_s: float | None = 10.0) -> Formation:
-    formation = leader.form(introduction("alpha"), patience_s, nothing)
+def formed(leader: GroupLeader, patience_s: float | None = 10.0) -> None:
+    formation = leader.form(introduction("alpha"), patience_s, lambda what, nodes: None)
     assert isinstance(formation, Formation), formation
     assert leader.go(formation) is None
-    return formation
-
-
-def until(is_so: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"expected: {what}"
-        time.sleep(0.02)
 
 
 def trouble(leader: GroupLeader) -> str:
     """The reason, once there is one."""
-    until(lambda: leader.trouble() is not None, "trouble")
-    diagnosis = leader.trouble()
-    assert diagnosis is not None
-    return diagnosis.reason
+    return until(leader.trouble, "trouble").reason  # type: ignore[union-attr]
 
 
 def test_two_nodes_form_and_go_and_again_in_the_next_epoch(group: Group) -> None:
@@ -241,7 +222,7 @@ def test_versions_that_differ_are_refused_before_anything_starts(
     gateway: Gateway, second_of: Callable[..., Second]
 ) -> None:
     second = second_of(vllm="0.32.0")
-    diagnosis = leader_of(gateway).form(introduction("alpha"), 10.0, nothing)
+    diagnosis = leader_of(gateway).form(introduction("alpha"), 10.0, lambda what, nodes: None)
     assert isinstance(diagnosis, Diagnosis) and diagnosis.is_final
     assert diagnosis.reason == "vllm is 0.32.0 on beta (rank 1), 0.33.0 on alpha (rank 0)"
     assert second.started == []
@@ -250,12 +231,12 @@ def test_versions_that_differ_are_refused_before_anything_starts(
 def test_a_gateway_that_is_away_is_no_loss_of_a_node(group: Group) -> None:
     gateway, leader, second = group
     gateway.is_down = True
-    time.sleep(2.0)
+    until(lambda: leader._board.silence_s() > 2.0, "a silence that is too long for a node")
     assert leader.trouble() is None
     gateway.board = RankBoard(time.monotonic())  # another process: it knows no node
     gateway.is_down = False
     until(lambda: len(leader._board.posts()) == 1, "the other has posted again")
-    time.sleep(1.5)
+    until(leader._board.can_judge, "who is missing from this board is gone")
     assert leader.trouble() is None
     assert not second.started[0].is_ended
 
@@ -273,7 +254,7 @@ def test_a_node_that_is_stopped_when_the_gateway_is_gone_too_leaves(
     monkeypatch.setattr(member, "_GATEWAY_GONE_S", 0.5)
     gateway, _, second = group
     gateway.is_down = True
-    time.sleep(1.0)
+    until(lambda: second.board.silence_s() > 1.0, "the gateway is gone")
     assert not second.started[0].is_ended, "it was not stopped"
     second.member.stop()
     until(second.left, "it does not wait for a post that cannot come")
@@ -284,13 +265,15 @@ def test_a_node_that_is_stopped_when_the_gateway_is_gone_too_leaves(
 def test_a_node_that_is_stopped_keeps_its_part_until_the_first_has_drained_or_the_drain_is_over(
     group: Group, ends: bool
 ) -> None:
+    part = group.second.started[0]
     group.second.member.stop()
-    time.sleep(0.6)
-    assert not group.second.started[0].is_ended
+    n_looks = part.n_looks
+    until(lambda: part.n_looks > n_looks + 2 or part.is_ended, "it looks after its part")
+    assert not part.is_ended
     if ends:
         group.leader.over("stopping")
     until(group.second.left, "it leaves with the first, or after drain_s")
-    assert group.second.started[0].is_ended
+    assert part.is_ended
 
 
 def test_the_board_forgets_what_is_not_renewed() -> None:
@@ -318,12 +301,12 @@ def test_an_order_to_leave_is_not_for_the_process_that_replaces_one_that_left() 
 
 
 def test_the_leader_has_the_readings_of_the_other_nodes(gateway: Gateway) -> None:
-    leader = GroupLeader(PLAN, board_client(gateway, 0), ("alpha", "beta"), lambda: False)
+    leader = leader_of(gateway)
     second = BoardClient(gateway, "0", 1, lambda: None, lambda: MachineReading("beta", cpu_use=0.5))  # type: ignore[arg-type]
     second.start()
     leader._board.post("e", phase="gather")
     second.post("", phase="here")
-    assert wait_for(lambda: leader.machines() == (MachineReading("beta", cpu_use=0.5),), lambda: False, 5.0)
+    until(lambda: leader.machines() == (MachineReading("beta", cpu_use=0.5),), "the readings of beta")
 
 
 def test_the_other_nodes_hear_that_the_engine_serves_and_stay_in_the_group(group: Group) -> None:
