@@ -94,6 +94,9 @@ DECISIONS: dict[str, tuple[int, Observation, dict[str, Any], Decision]] = {
         1, seen("0", "1", rows=DRAINING), {"late": "1"}, Decision(units("0"), drain=("1",))
     ),
     "one that is wanted again stops draining": (2, seen("0", "1", rows=DRAINED), {}, Decision(undrain=("1",))),
+    "the lowest numbers are kept, as numbers": (
+        1, seen("2", "10", rows=view()), {"late": ["10"]}, Decision(units("2"), drain=("10",))
+    ),
     "scaling to nothing drains all": (
         0, seen("0", rows=view(row("0", is_draining=True))), {}, Decision(units(), drain=("0",))
     ),
@@ -173,28 +176,6 @@ DECISIONS: dict[str, tuple[int, Observation, dict[str, Any], Decision]] = {
 def test_replicas(case: str) -> None:
     n_replicas, looked, remembered, expected = DECISIONS[case]
     assert choose(n_replicas, looked, **remembered) == expected
-
-
-@pytest.mark.parametrize(
-    ("current", "n_replicas", "failed", "expected"),
-    [
-        ([], 0, [], []),
-        ([], 2, [], ["0", "1"]),
-        (["0", "1", "2"], 2, [], ["0", "1"]),
-        (["3"], 2, [], ["0", "3"]),
-        (["2", "10"], 1, [], ["2"]),
-        (["0", "1"], 1, ["0"], ["1"]),
-        (["0", "1"], 2, ["0"], ["0", "1"]),
-    ],
-)
-def test_the_lowest_numbers_are_kept(
-    current: list[str], n_replicas: int, failed: list[str], expected: list[str]
-) -> None:
-    decision = choose(n_replicas, placed(dict.fromkeys(current, "placed"), view()), failed=failed, late=current)
-    if decision.place is None:
-        assert current == expected
-    else:
-        assert [unit.name for unit in decision.place] == [name for name in expected if name not in failed]
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,9 @@ class Ticks:
     """A controller whose ticks are made one by one, at given times."""
 
     def __init__(self) -> None:
-        self.run = run_folder()
+        self.run, self.world, self.target = run_folder(), ManualWorld(1000.0), Stubborn()
         self.run.write_handle(Handle("local", {"replica/0": {}}))
-        self.world = ManualWorld(1000.0)
         self.controller = Controller(self.run, world=self.world)
-        self.target = Stubborn()
         self.controller.target = self.target  # type: ignore[assignment]
 
     def tick(self, desired: Desired) -> Any:
@@ -68,12 +66,9 @@ def test_one_that_is_refused_is_tried_ever_later_and_status_says_why(ticks: Tick
         state = ticks.tick(TWO)
         tries.append(ticks.target.n_tries)
         ticks.world.time_s += 0.4
-    assert tries[0] == 1
-    assert tries[-1] <= 6, "after 1, 3, 7, 15 seconds"
-    assert [(row.replica, row.state, row.reason) for row in state.replicas] == [
-        ("0", "ready", None),
-        ("1", "queued", "node3 has no room"),
-    ]
+    assert tries[0] == 1 and tries[-1] <= 6, "after 1, 3, 7, 15 seconds"
+    told = [(row.replica, row.state, row.reason) for row in state.replicas]
+    assert told == [("0", "ready", None), ("1", "queued", "node3 has no room")]
     assert ticks.events().count("place failed") == 1
 
     ticks.target.allows.add("1")
@@ -96,10 +91,9 @@ def test_another_wish_is_tried_at_once_and_the_old_one_forgotten(ticks: Ticks) -
 
 def test_what_a_killed_controller_ordered_is_looked_for_also_when_the_number_is_right(ticks: Ticks) -> None:
     ticks.run.write_handle(Handle("local", {"replica/0": {}}, ("1",)))
-    ticks.tick(Desired("up", 1))
-    assert (ticks.target.n_tries, ticks.run.handle()) == (1, Handle("local", {"replica/0": {}}))
-    ticks.tick(Desired("up", 1))
-    assert ticks.target.n_tries == 1
+    for _ in range(2):
+        ticks.tick(Desired("up", 1))
+        assert (ticks.target.n_tries, ticks.run.handle()) == (1, Handle("local", {"replica/0": {}}))
 
 
 def test_one_that_cannot_be_ended_is_not_reported_as_ended(ticks: Ticks) -> None:

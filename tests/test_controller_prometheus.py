@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from launching import Place, a_place
+from launching import a_place
 
 from penstock.deployment import metrics
 from penstock.deployment.controller.child import Child
@@ -26,15 +26,10 @@ PROGRAM = "/usr/bin/prometheus"
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     with a_place(tmp_path) as place:
-        run = _written(place)
+        run, _ = place.written(place.write("one", observe={"prometheus": True}))
+        place.addresses.clear()
         yield run
         run.write_desired(Desired("down", 0))
-
-
-def _written(place: Place) -> Run:
-    run, _ = place.written(place.write("one", observe={"prometheus": True}))
-    place.addresses.clear()
-    return run
 
 
 class Watched(Child):
@@ -45,11 +40,11 @@ class Watched(Child):
         super().__init__(run, self.prometheus, last, is_placed)
         self.lives, self.answers, self.started = True, True, list[list[str]]()
 
-    def state(self) -> str:
-        return self.part.state
-
-    def is_started(self) -> bool:
-        return self.part.process is not None
+    def state(self, now: float) -> tuple[str, int]:
+        """After a turn: what it is, and how often it was started."""
+        self.turn(now)
+        assert (self.part.process is None) == (self.part.state == "gone")
+        return self.part.state, len(self.started)
 
     def _start(self, argv: list[str]) -> Process:
         self.started.append(argv)
@@ -69,29 +64,22 @@ def watched(run: Run, monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 def test_it_starts_and_runs_and_its_address_stays_over_a_restart(watched: Watched) -> None:
-    watched.turn(0.0)
-    assert watched.state() == "starting" and watched.started[0][0] == PROGRAM
-    watched.turn(1.0)
-    assert watched.state() == "running"
-    url = watched.part.url
-    watched.lives = False
-    watched.turn(2.0)
-    assert watched.state() == "gone" and not watched.is_started()
+    assert watched.state(0.0) == ("starting", 1) and watched.started[0][0] == PROGRAM
+    assert watched.state(1.0) == ("running", 1)
+    url, watched.lives = watched.part.url, False
+    assert watched.state(2.0) == ("gone", 1)
     watched.lives = True
-    watched.turn(2.5)
-    assert len(watched.started) == 1, "the pause is not over"
-    watched.turn(3.0)
-    assert len(watched.started) == 2 and watched.part.url == url and watched.part.n_restarts == 1
+    assert watched.state(2.5) == ("gone", 1), "the pause is not over"
+    assert watched.state(3.0) == ("starting", 2)
+    assert watched.part.url == url and watched.part.n_restarts == 1
 
 
 def test_one_that_hangs_is_killed_after_a_while(watched: Watched) -> None:
     watched.turn(0.0)
     watched.turn(1.0)
     watched.answers = False
-    watched.turn(20.0)
-    assert watched.is_started()
-    watched.turn(22.0)
-    assert not watched.is_started()
+    assert watched.state(20.0)[0] != "gone"
+    assert watched.state(22.0)[0] == "gone"
     assert watched.part.restarts[-1].reason == "it did not answer for 20 s"
 
 
@@ -102,10 +90,9 @@ def test_an_absent_program_is_told_once_and_found_when_it_is_installed(
     for now in (0.0, 2.0, 6.0):
         watched.turn(now)
     assert "apt-get install prometheus" in str(watched.part.note)
-    assert (run.path / "events.jsonl").read_text().count("prometheus absent") == 1
+    assert [event.event for event in run.events()].count("prometheus absent") == 1
     monkeypatch.setattr("shutil.which", lambda name: PROGRAM)
-    watched.turn(200.0)
-    assert watched.state() == "starting" and watched.part.note is None
+    assert watched.state(200.0) == ("starting", 1) and watched.part.note is None
 
 
 def test_a_full_disk_is_no_end(watched: Watched, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +119,10 @@ def test_targets_follow_the_gateway_and_exporters_the_nodes(watched: Watched, ru
 
 
 def test_a_placed_controller_starts_its_own_and_says_where(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = State(0.0, "ready", 1)
+    monkeypatch.setattr("penstock.deployment.observe.now_state", lambda run, now: state)
+    with pytest.raises(PenstockError, match="has not started yet"):
+        metrics.prometheus_url(run)
     monkeypatch.setattr("shutil.which", lambda name: PROGRAM)
     last = Part("running", Process(1, 1.0), url="http://127.0.0.1:9090", note="another-node")
     placed = Watched(run, last, is_placed=True)
@@ -139,12 +130,5 @@ def test_a_placed_controller_starts_its_own_and_says_where(run: Run, monkeypatch
     placed.turn(0.0)
     assert placed.part.note == socket.gethostname()
     state = State(0.0, "ready", 1, prometheus=msgspec.structs.replace(placed.part, note="another-node"))
-    monkeypatch.setattr("penstock.deployment.observe.now_state", lambda run, now: state)
     with pytest.raises(PenstockError, match="answers on loopback of another-node alone"):
-        metrics.prometheus_url(run)
-
-
-def test_a_deployment_without_one_says_how_to_get_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.deployment.observe.now_state", lambda run, now: State(0.0, "ready", 1))
-    with pytest.raises(PenstockError, match="has not started yet"):
         metrics.prometheus_url(run)

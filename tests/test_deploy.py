@@ -60,23 +60,20 @@ def run_of(wanted: Deployment) -> Run:
 
 
 def test_more_replicas_are_judged_by_the_machines_that_they_would_get(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of(deployment(target="ssh"))
-    run.write_desired(Desired("up", 2))
+    run = run_of(deployment(target="ssh", replicas=2))
     monkeypatch.setattr("penstock.targets.load", lambda _: Cluster())
     monkeypatch.setattr(scale, "revive", lambda _: None)
     scale.scale(run, 3)
-    assert run.desired().replicas == 3
     with pytest.raises(PlanError, match="cannot place 2 x 1 ranks"):
         scale.scale(run, 5)
     assert run.desired().replicas == 3
 
 
 def test_what_a_run_holds_of_its_hosts_counts_as_free_for_its_replacement() -> None:
-    wanted = deployment(target="ssh")
-    run = run_of(wanted)
-    found = prepare._machines(cast(Target, Cluster()), wanted, run)
+    wanted, cluster = deployment(target="ssh"), cast(Target, Cluster())
+    found = prepare._machines(cluster, wanted, run_of(wanted))
     assert [machine.gpus[0].memory_free_bytes for machine in found] == [80 * GIB] * 3
-    found = prepare._machines(cast(Target, Cluster()), wanted, run_of(deployment()))
+    found = prepare._machines(cluster, wanted, run_of(deployment()))
     assert found[0].gpus[0].memory_free_bytes == GIB, "another target's run holds nothing here"
 
 
@@ -98,12 +95,8 @@ def rows(*states: str) -> tuple[ReplicaStatus, ...]:
 def test_a_change_of_size_is_done_when_every_replica_is_settled(
     states: tuple[str, ...], n_replicas: int, expected: bool
 ) -> None:
-    state = State(NOW, "ready", n_replicas, rows(*states))
-    assert scale.is_scaled(state, n_replicas) is expected
-
-
-def test_an_old_observation_does_not_end_a_change_of_size() -> None:
-    assert not scale.is_scaled(State(NOW, "ready", 2, rows("ready")), 1)
+    assert scale.is_scaled(State(NOW, "ready", n_replicas, rows(*states)), n_replicas) is expected
+    assert not scale.is_scaled(State(NOW, "ready", n_replicas + 1, rows(*states)), n_replicas), "an old observation"
 
 
 @pytest.mark.usefixtures("marked")
@@ -131,12 +124,20 @@ def test_a_run_that_is_stopping_is_not_taken_for_a_running_one(marked: list[Mark
     run.write_desired(Desired("down", 0))
     assert deploy._running("d") is None
     found = prepare.not_ended("d")
-    assert found is not None
-    assert found.path == run.path
+    assert found is not None and found.path == run.path
+
+
+@pytest.fixture
+def wanted(marked: list[Marked], monkeypatch: pytest.MonkeyPatch) -> Deployment:
+    """One that passes all checks."""
+    wanted = deployment(name="d", replicas=0, gateway={"port": 0})
+    prepared = prepare.Prepared(wanted, cpu_machine(), demo_plan(), Artifact(("true",), {}))
+    monkeypatch.setattr(deploy, "prepare", lambda *_, **__: prepared)
+    return wanted
 
 
 def test_a_start_that_broke_off_is_ended_although_ctrl_c_comes_again(
-    marked: list[Marked], monkeypatch: pytest.MonkeyPatch
+    wanted: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt_again(*_: object) -> list[Marked]:
         os.kill(os.getpid(), signal.SIGINT)
@@ -147,9 +148,6 @@ def test_a_start_that_broke_off_is_ended_although_ctrl_c_comes_again(
 
     monkeypatch.setattr(deploy, "start_controller", press)
     monkeypatch.setattr(processes, "sweep", interrupt_again)
-    wanted = deployment(name="d", replicas=0, gateway={"port": 0})
-    prepared = prepare.Prepared(wanted, cpu_machine(), demo_plan(), Artifact(("true",), {}))
-    monkeypatch.setattr(prepare, "prepare", lambda *_: prepared)
     said: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         deploy.up(wanted, on_step=said.append)
@@ -158,10 +156,8 @@ def test_a_start_that_broke_off_is_ended_although_ctrl_c_comes_again(
 
 
 def test_ports_are_held_from_before_the_plan_until_the_gateway_has_them(
-    marked: list[Marked], monkeypatch: pytest.MonkeyPatch
+    wanted: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = deployment(name="d", replicas=0, gateway={"port": 0})
-
     def hand_over(run: Run, sockets: Sequence[socket.socket]) -> None:
         config = run.gateway_file()
         ports = [int(address.rpartition(":")[2]) for address in (config.listen, config.admin)]
@@ -170,10 +166,17 @@ def test_ports_are_held_from_before_the_plan_until_the_gateway_has_them(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(deploy, "start_controller", hand_over)
-    prepared = prepare.Prepared(wanted, cpu_machine(), demo_plan(), Artifact(("true",), {}))
-    monkeypatch.setattr(deploy, "prepare", lambda *_, **__: prepared)
     with pytest.raises(KeyboardInterrupt):
         deploy.up(wanted)
+
+
+def test_a_port_that_is_taken_after_the_check_is_told_and_leaves_nothing(wanted: Deployment, home: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        gateway = msgspec.structs.replace(wanted.gateway, port=port)
+        with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}"):
+            deploy.up(msgspec.structs.replace(wanted, gateway=gateway))
+    assert runs.every() == []
 
 
 def test_a_home_with_a_placeholder_in_its_name_is_kept_as_it_is(

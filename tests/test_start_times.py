@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
-import pytest
-from samples import NOW, demo_plan, deployment, draft, gpu_plan, run_folder, told
+from samples import NOW, demo_plan, gpu_plan, run_folder, told
 
-from penstock import run_folder as runs
 from penstock.cli import status_text
 from penstock.deployment import start_times
-from penstock.deployment.controller.loop import Controller
-from penstock.deployment.observe import Observation
-from penstock.run_folder import Part, State
+from penstock.run_folder import State
 from penstock.spec.deployment import Parallel
-from penstock.wire.announcement import Announcement, GatewayView, ReplicaView
+from penstock.wire.announcement import Announcement
 from penstock.wire.live import Event
 
 STAGES = {"imports": 23.0, "weights": 10.0}
@@ -50,10 +47,14 @@ def test_one_start_has_no_range_and_the_newest_twenty_count(home: Path) -> None:
     assert expected is not None and (expected.seconds.high, expected.n_starts) == (10.0, 20)
 
 
-@pytest.mark.parametrize("changed", [{"engine_version": "0.1"}, {"layout": Parallel(tensor=2)}, {"device": "cuda"}])
-def test_another_version_layout_or_gpu_has_its_own(home: Path, changed: dict[str, object]) -> None:
+def test_another_version_layout_or_gpu_has_its_own_and_a_gpu_plan_the_one_of_its_measurements(home: Path) -> None:
     start_times.keep(demo_plan(), ready(10.0, 1.0))
-    assert start_times.expected(start_times.key_of(msgspec.structs.replace(demo_plan(), **changed))) is None
+    others: list[dict[str, Any]] = [{"engine_version": "0.1"}, {"layout": Parallel(tensor=2)}, {"device": "cuda"}]
+    for changed in others:
+        assert start_times.expected(start_times.key_of(demo_plan(**changed))) is None
+    plan = gpu_plan()
+    assert plan.forecast is not None
+    assert start_times.key_of(plan) == start_times.planned_key(plan.forecast.key, plan.layout)
 
 
 def test_a_damaged_file_is_no_start_and_is_written_again(home: Path) -> None:
@@ -63,22 +64,6 @@ def test_a_damaged_file_is_no_start_and_is_written_again(home: Path) -> None:
     assert start_times.expected(start_times.key_of(demo_plan())) is None
     start_times.keep(demo_plan(), ready(10.0, 2.0))
     assert start_times.expected(start_times.key_of(demo_plan())) is not None
-
-
-def test_a_gpu_plan_is_known_by_its_measurements_key(home: Path) -> None:
-    plan = gpu_plan()
-    assert plan.forecast is not None
-    assert start_times.key_of(plan) == start_times.planned_key(plan.forecast.key, plan.layout)
-
-
-def test_the_controller_keeps_each_start(home: Path) -> None:
-    run = runs.create(draft(deployment(name="d")), NOW)
-    controller = Controller(run)
-    for at in (1.0, 1.0, 2.0):
-        row = ReplicaView(ready(10.0, at), 0.1, True, False, 0)
-        controller._keep_measured(Observation({}, GatewayView((row,), 0, 0, 0), Part("running")))
-    expected = start_times.expected(start_times.key_of(run.plan()))
-    assert expected is not None and expected.n_starts == 2
 
 
 def test_status_has_a_line_for_each_start_of_this_launch(home: Path) -> None:
