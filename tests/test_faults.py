@@ -343,6 +343,7 @@ def test_down_ends_a_deployment_whose_folder_is_damaged(place: Place, broken: st
     for folder in private_folders(run_id):
         assert broken == "run.json", "its id is not known any more: for `clean` to find"
         shutil.rmtree(folder)
+    ask(place.up(place.write("one")))
 
 
 def test_hung_gateway_is_ended_and_another_started(place: Place) -> None:

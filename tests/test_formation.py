@@ -77,21 +77,17 @@ def test_the_address_of_each_node_for_the_others(facts: list[NodeFacts], to_gate
 def test_the_users_interface_or_network_overrides_the_way_to_the_gateway(wanted: str) -> None:
     facts = both(ETH, LO) if wanted == "10.0.0.7/8" else ALL
     assert chosen(facts, "10.9.0.1 10.9.0.2", wanted) == ON_ETH
+    plan = demo_plan("vllm", network="10.9.0.0/16")
+    assert addresses.wanted_network(plan) == "10.9.0.0/16"
+    assert addresses.wanted_network(msgspec.structs.replace(plan, env={"NCCL_SOCKET_IFNAME": wanted})) == wanted
 
 
 def test_a_node_without_an_address_or_the_wanted_interface_is_named_with_what_it_has() -> None:
     text = chosen([node(0, ETH), node(1, LO)])
     assert text.startswith("node1 (rank 1) has no address that the other nodes could reach (it has lo 127.0.0.1)")
     for wanted in ("ib0", "10.9.0.0/16"):
-        text = chosen(both(ETH), wanted=wanted)
         words = f"node0 (rank 0) has no interface of {wanted} for the other nodes (it has eth0 10.0.0.1)"
-        assert text.startswith(words)
-
-
-def test_the_users_interface_is_before_the_users_network() -> None:
-    plan = demo_plan("vllm", network="10.9.0.0/16")
-    assert addresses.wanted_network(plan) == "10.9.0.0/16"
-    assert addresses.wanted_network(msgspec.structs.replace(plan, env={"NCCL_SOCKET_IFNAME": "eth0"})) == "eth0"
+        assert chosen(both(ETH), wanted=wanted).startswith(words)
 
 
 PLAN = demo_plan("vllm", n_nodes=2, layout=Parallel(tensor=2), executor="ray")
@@ -112,9 +108,8 @@ def test_every_difference_of_versions_is_reported_at_once() -> None:
 def test_a_node_that_lacks_a_gpu_is_named() -> None:
     plan = msgspec.structs.replace(PLAN, device="cuda", layout=Parallel(tensor=4))
     facts = [node(0, ETH, machine=gpu_machine(2)), node(1, ETH, machine=gpu_machine(1))]
-    assert [problem.message for problem in addresses.problems(plan, facts)] == [
-        "node1 (rank 1) shows 1 GPUs, 2 are needed"
-    ]
+    (problem,) = addresses.problems(plan, facts)
+    assert problem.message == "node1 (rank 1) shows 1 GPUs, 2 are needed"
 
 
 def test_an_unknown_variable_is_reported_with_a_similar_one() -> None:
@@ -138,12 +133,12 @@ def test_the_table_says_node_address_gpus_and_ranks() -> None:
 
 
 def test_one_interface_is_set_for_vllm_nccl_and_gloo_together() -> None:
-    assert addresses.network_environment(GroupNode(1, "b", "10.0.0.2", "eth0")) == {
-        "VLLM_HOST_IP": "10.0.0.2",
-        "NCCL_SOCKET_IFNAME": "eth0",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "TP_SOCKET_IFNAME": "eth0",
-    }
+    sockets = dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "eth0")
+    env = addresses.network_environment(GroupNode(1, "b", "10.0.0.2", "eth0"))
+    assert env == {"VLLM_HOST_IP": "10.0.0.2", **sockets}
+
+
+ONE_NODE = Formation((GroupNode(0, "head", "127.0.0.1", "lo"),), master_port=6001, ray_port=6000, ray_token="secret")
 
 
 def test_all_parts_of_ray_get_different_ports_also_when_the_kernel_offers_one_twice(
@@ -151,13 +146,9 @@ def test_all_parts_of_ray_get_different_ports_also_when_the_kernel_offers_one_tw
 ) -> None:
     offers = itertools.chain.from_iterable((port, port, 6000, 6001) for port in itertools.count(7000))
     monkeypatch.setattr(socket.socket, "getsockname", lambda _self: ("127.0.0.1", next(offers)))
-    formation = Formation((GroupNode(0, "head", "127.0.0.1", "lo"),), master_port=6001, ray_port=6000)
-    argv = ray.start(demo_plan(), formation, 0, "/folder", Command(("vllm",), {})).argv
+    argv = ray.start(demo_plan(), ONE_NODE, 0, "/folder", Command(("vllm",), {})).argv
     ports = [int(value) for name, value in itertools.pairwise(argv) if name.endswith("port") and "worker" not in name]
-    assert len({*ports, formation.master_port}) == len(ports) + 1 == 10
-
-
-ONE_NODE = Formation((GroupNode(0, "head", "127.0.0.1", "lo"),), master_port=6001, ray_port=6000, ray_token="secret")
+    assert len({*ports, ONE_NODE.master_port}) == len(ports) + 1 == 10
 
 
 def test_the_token_of_ray_is_in_the_environment_only_and_replaces_the_users() -> None:

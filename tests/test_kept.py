@@ -47,8 +47,7 @@ def add(cache: Path, name: str, commit: str, files: dict[str, str], is_noted: bo
 
 
 def add_folder(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "sub").mkdir()
+    (folder / "sub").mkdir(parents=True)
     (folder / "sub" / "a.safetensors").write_text("weights")
     (folder / "mine.txt").write_text("of the user")
     manifest.write(folder, manifest.of_folder(folder, "s3://bucket/tiny", "", ["sub/a.safetensors"]))
@@ -64,10 +63,8 @@ def test_every_revision_is_listed_with_its_size_and_state(cache: Path) -> None:
     add(cache, "plain", "d0", {"model.safetensors": "whole"}, is_noted=False)
     add(cache, "config-only", "d0", {"config.json": "{}"}, is_noted=False)
     os.utime(cache / "models--org--plain" / "blobs" / "whole", (4e9, 1e9))
-    rows = fetched()
-    manifests = [
-        (cache / "models--org--tiny" / "snapshots" / c / manifest.NAME).stat().st_size for c in ("c0ffee", "c1c1c1")
-    ]
+    rows, snapshots = fetched(), cache / "models--org--tiny" / "snapshots"
+    manifests = [(snapshots / commit / manifest.NAME).stat().st_size for commit in ("c0ffee", "c1c1c1")]
     assert [(row.name, row.revision, row.n_bytes, row.state, row.is_verified) for row in rows] == [
         ("org/config-only", "d0", 2, "part", False),
         ("org/plain", "d0", 5, "whole", False),
@@ -80,27 +77,26 @@ def test_every_revision_is_listed_with_its_size_and_state(cache: Path) -> None:
 
 
 def test_what_is_half_fetched_or_changed_is_said_to_be(cache: Path) -> None:
-    snapshot = add(cache, "half", "d0", {"model.safetensors": "part"}, is_noted=False)
+    add(cache, "half", "d0", {"model.safetensors": "part"}, is_noted=False)
     (cache / "models--org--half" / "blobs" / "x.incomplete").write_text("12345")
     begun = cache / "models--org--begun" / "blobs"
     begun.mkdir(parents=True)
     (begun / "y.incomplete").write_text("123")
     (cache / "models--org--tiny" / "blobs" / "second!").write_text("longer than before")
-    states = {(row.name, row.revision): (row.state, row.n_bytes) for row in fetched()}
-    assert states["org/half", snapshot.name] == ("part", 9)
-    assert states["org/begun", ""] == ("part", 3)
-    assert states["org/tiny", "c1c1c1"][0] == "changed" and states["org/tiny", "c0ffee"][0] == "whole"
+    shards = add(cache, "shards", "d0", {"m-1.safetensors": "one"}, is_noted=False)
+    index = {"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}}
+    (shards / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def states() -> dict[str, str]:
+        return {f"{row.name.removeprefix('org/')} {row.revision}": row.state for row in fetched()}
+
+    tiny = {"tiny c0ffee": "whole", "tiny c1c1c1": "changed"}
+    assert states() == {"half d0": "part", "begun ": "part", "shards d0": "part", **tiny}
+    assert [row.n_bytes for row in fetched() if row.name in ("org/begun", "org/half")] == [3, 9]
+    (shards / "m-2.safetensors").write_text("two")
+    assert states()["shards d0"] == "whole"
     kept.remove(kept.choose(fetched(), "org/begun"))
     assert not begun.parent.exists()
-
-
-def test_a_shard_that_is_missing_makes_it_a_part(cache: Path) -> None:
-    index = json.dumps({"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}})
-    snapshot = add(cache, "shards", "d0", {"m-1.safetensors": "one"}, is_noted=False)
-    (snapshot / "model.safetensors.index.json").write_text(index)
-    assert [row.state for row in fetched() if row.name == "org/shards"] == ["part"]
-    (snapshot / "m-2.safetensors").write_text("two")
-    assert [row.state for row in fetched() if row.name == "org/shards"] == ["whole"]
 
 
 def test_removing_a_revision_keeps_the_blobs_of_the_others(cache: Path) -> None:
@@ -180,14 +176,12 @@ def test_what_cannot_be_removed_is_explained(cache: Path, name: str, message: st
 
 
 def test_what_is_used_or_being_fetched_is_not_removed(cache: Path) -> None:
-    rows = kept.choose(fetched(), "org/tiny@c0")
-    used = cache / "models--org--tiny" / "snapshots" / "c0ffee" / "model.safetensors"
-    kept.check_unused(rows, [Use("qwen", str(cache / "models--org--tiny" / "snapshots" / "c1c1c1"))])
-    for path in (used, used.parent):
+    rows, snapshots = kept.choose(fetched(), "org/tiny@c0"), cache / "models--org--tiny" / "snapshots"
+    kept.check_unused(rows, [Use("qwen", str(snapshots / "c1c1c1"))])
+    for path in (snapshots / "c0ffee", snapshots / "c0ffee" / "model.safetensors"):
         with pytest.raises(UserError, match='deployment "qwen" uses it'):
             kept.check_unused(rows, [Use("qwen", str(path))])
-    lock = cache / "models--org--tiny" / ".penstock-fetch.lock"
-    lock.write_text("")
+    (lock := snapshots.parent / ".penstock-fetch.lock").write_text("")
     with pytest.raises(UserError, match="it is being fetched"):
         kept.check_unused(rows, [])
     kept.check_unused(rows, [], now=lock.stat().st_mtime + 61)
@@ -235,9 +229,7 @@ def test_the_verb_refuses_what_a_running_deployment_uses(
     assert call(capsys, "rm", "org/tiny", "--yes")[0] == 0
 
 
-def test_a_folder_of_fetch_to_is_listed(
-    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], home: Path
-) -> None:
+def test_a_folder_of_fetch_to_is_listed(cache: Path, tmp_path: Path) -> None:
     (source := tmp_path / "source").mkdir()
     (source / "config.json").write_text("{}")
     (source / "model.safetensors").write_text("weights")

@@ -53,17 +53,12 @@ def test_one_process_that_may_live_protects_its_launch() -> None:
     assert [item.name for item in judge([facts("absent"), facts("living", "b", pid=8)], [], []).found] == ["7"]
 
 
-@pytest.mark.parametrize(
-    ("folder", "is_found"),
-    [
-        (FolderFacts("/tmp/a", "a", is_own=True, is_held=False), True),
-        (FolderFacts("/tmp/a", "a", is_own=False, is_held=False), False),
-        (FolderFacts("/tmp/a", "a", is_own=True, is_held=True), False),
-        (FolderFacts("/tmp/a", "living", is_own=True, is_held=False), False),
-    ],
-)
-def test_a_folder_that_another_user_owns_or_a_process_holds_is_left_alone(folder: FolderFacts, is_found: bool) -> None:
-    assert bool(judge([], [folder], ["living"]).found) is is_found
+def test_a_folder_that_another_user_owns_or_a_process_holds_is_left_alone() -> None:
+    def is_found(run_id: str, is_own: bool, is_held: bool) -> bool:
+        return bool(judge([], [FolderFacts("/tmp/a", run_id, is_own, is_held)], ["living"]).found)
+
+    cases = [("a", True, False), ("a", False, False), ("a", True, True), ("living", True, False)]
+    assert [is_found(*case) for case in cases] == [True, False, False, False]
     held_by_what_is_removed = FolderFacts("/tmp/a", "a", is_own=True, is_held=True)
     assert len(judge([facts("absent")], [held_by_what_is_removed], []).found) == 2
 
@@ -104,12 +99,11 @@ def test_what_an_ended_deployment_left_is_found_and_removed(tmp_path: Path, mark
     end(run)
     marked.append(process_of(run))
     folder = private_folder(tmp_path, run.record().id)
+    with runs.locked(run.name):
+        assert names() == [], "what a command is changing is left alone"
     items = leftovers.leftovers(with_ended_runs=True).found
-    assert [(item.kind, item.name) for item in items] == [
-        ("process", "7"),
-        ("folder", str(folder)),
-        ("run", str(run.path)),
-    ]
+    found = [("process", "7"), ("folder", str(folder)), ("run", str(run.path))]
+    assert [(item.kind, item.name) for item in items] == found
     assert items[0].what == f"node of {run.path}: python -m penstock.node"
     assert names(with_ended_runs=False) == ["7", str(folder)]
     marked.clear()
@@ -124,10 +118,9 @@ def test_what_may_live_is_left_alone(tmp_path: Path, marked: list[Marked], monke
     process = process_of(run)
     marked.append(process)
     private_folder(tmp_path, process.run_id)
-    for home in ("other", "mine"):
+    for home in ("mine", "other"):
         monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / home))
         assert names() == [], "it runs"
-    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "other"))
     run.write_desired(Desired("down", 0))
     assert names() == [], "a `down` that broke off is for `down`"
     (run.path / "run.json").write_text("")
@@ -139,35 +132,23 @@ def test_what_may_live_is_left_alone(tmp_path: Path, marked: list[Marked], monke
     assert names() == [], "placed from another machine, whose target ends it"
 
 
-def test_what_a_command_is_changing_is_left_alone(tmp_path: Path, marked: list[Marked]) -> None:
-    run = run_folder(deployment(name="d"))
-    end(run)
-    marked.append(process_of(run))
-    folder = private_folder(tmp_path, run.record().id)
-    with runs.locked("d"):
-        assert names() == []
-    assert names() == ["7", str(folder), str(run.path)]
-
-
 def test_a_home_that_is_not_mounted_is_unknown(tmp_path: Path, marked: list[Marked]) -> None:
     marked.append(process_of(Run(tmp_path / "away" / "runs" / "one"), run_id="0a1b2c"))
     private_folder(tmp_path, "0a1b2c")
     assert names() == []
-    (unknown,) = leftovers.leftovers().unknown
-    assert unknown.name == "7"
+    assert [item.name for item in leftovers.leftovers().unknown] == ["7"]
     (tmp_path / "away" / "runs").mkdir(parents=True)
     assert "7" in names(), "its folder was removed"
 
 
-def test_a_process_of_an_earlier_launch_of_the_same_name_is_left_behind(marked: list[Marked]) -> None:
+def test_of_the_same_name_an_earlier_launch_is_left_behind_and_a_folder_that_is_no_engines_is_not(
+    tmp_path: Path, marked: list[Marked]
+) -> None:
+    for name in ("penstock-home-abc", "penstock-notes-2024", "penstock-0a1b-0-x", "penstock-0a1b"):
+        (tmp_path / name).mkdir()
+    assert names() == []
     marked.append(process_of(run_folder(), run_id="0a1b2c"))
     assert names() == ["7"]
-
-
-@pytest.mark.parametrize("name", ["penstock-home-abc", "penstock-notes-2024", "penstock-0a1b-0-x", "penstock-0a1b"])
-def test_a_folder_that_is_not_an_engines_is_left_alone(tmp_path: Path, marked: list[Marked], name: str) -> None:
-    (tmp_path / name).mkdir()
-    assert names() == []
 
 
 ROLES = ("gateway", "node", "engine")
@@ -214,8 +195,6 @@ def test_clean_and_down_do_not_touch_what_they_cannot_see(place: Place, is_conta
         child.wait(30)
         for path in private_folders(run_id):
             shutil.rmtree(path)
-    assert len(before) == 3
-    assert after == before
-    assert folders
+    assert len(before) == 3 and after == before and folders
     assert run_id not in json.dumps(cleaned["found"]), cleaned
     assert (run_id in json.dumps(cleaned["unknown"])) is not is_container, "unknown is shown, another namespace is not"

@@ -63,9 +63,8 @@ def test_a_host_that_is_not_this_machine_is_refused_with_the_field_to_change(mon
         assert error.detail is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "has_gpus", "forms", "expected"),
-    [
+def test_the_engine_follows_machine_and_model() -> None:
+    for kind, has_gpus, forms, expected in (
         ("auto", False, ("gguf",), "llamacpp"),
         ("auto", False, ("safetensors", "gguf"), "llamacpp"),
         ("auto", False, ("safetensors",), "vllm"),
@@ -73,18 +72,12 @@ def test_a_host_that_is_not_this_machine_is_refused_with_the_field_to_change(mon
         ("auto", True, ("safetensors", "gguf"), "vllm"),
         ("vllm", False, ("gguf",), "vllm"),
         ("fake", True, (), "fake"),
-    ],
-)
-def test_the_engine_follows_machine_and_model(kind: str, has_gpus: bool, forms: tuple[str, ...], expected: str) -> None:
-    assert preflight.choose_engine(kind, has_gpus, forms) == expected
+    ):
+        assert preflight.choose_engine(kind, has_gpus, forms) == expected, (kind, has_gpus, forms)
 
 
 def test_what_this_version_or_its_target_does_not_do_is_refused_together() -> None:
-    wanted = deployment(
-        ui=True,
-        replicas={"min": 1, "max": 3},
-        gateway={"on": "job", "auth": "keys"},
-    )
+    wanted = deployment(ui=True, replicas={"min": 1, "max": 3}, gateway={"on": "job", "auth": "keys"})
     local, slurm = targets.load("local"), targets.load("slurm")
     assert preflight.unsupported(wanted, slurm) == []
     on_job = 'gateway.on: "job", but target local places no gateway (remove it)'

@@ -6,7 +6,6 @@ import http.server
 import sys
 import threading
 from collections import namedtuple
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from samples import NOW, demo_plan, told, view
 
 from penstock.deployment.observe import History, Observation, summarise
 from penstock.engines import load
-from penstock.errors import PenstockError
 from penstock.node import readings as readings_module
 from penstock.node.announcer import Announcer
 from penstock.node.engine_client import EngineClient
@@ -46,12 +44,8 @@ def test_the_machine_is_read_in_shares_and_bytes(tmp_path: Path) -> None:
 def test_network_bytes_are_counted_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cards: list[str], sums: tuple[int, int]
 ) -> None:
-    rows = {
-        "lo": Counters(5, 5),
-        "eth0": Counters(10, 1),
-        "eth1": Counters(100, 2),
-        "bond0": Counters(1000, 3),
-    }
+    bytes_of = {"lo": (5, 5), "eth0": (10, 1), "eth1": (100, 2), "bond0": (1000, 3)}
+    rows = {name: Counters(*counts) for name, counts in bytes_of.items()}
     monkeypatch.setattr(psutil, "net_io_counters", lambda pernic: rows)
     monkeypatch.setattr(readings_module, "_NETWORK", tmp_path)
     for name in cards:
@@ -131,51 +125,34 @@ def test_a_dcgm_exporter_is_known_by_its_names(page: bytes, is_dcgm: bool) -> No
     assert not answers_as_dcgm(server.server_port)
 
 
-class Admin:
-    """Takes each post; `on_post` sees it."""
-
-    def __init__(self, on_post: Callable[[dict[str, Any]], None]) -> None:
-        self._on_post = on_post
-
-    def post_all(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        self._on_post(body)
-        raise PenstockError("down")
-
-
-def test_an_announcement_carries_the_readings_of_its_moment_and_they_are_no_change() -> None:
-    posts: list[Any] = []
-    done = threading.Event()
-
-    def on_post(body: dict[str, Any]) -> None:
-        posts.append(body["machines"])
-        done.set()
-        threading.Event().wait()
-
-    announcer = Announcer(Admin(on_post), lambda _: None, lambda: (HERE,))  # type: ignore[arg-type]
-    announcer.announce(told("0"))
-    announcer.start()
-    assert done.wait(5)
-    assert posts == [({"host": "here"},)]
-
-
-def test_a_wake_counts_whichever_gateway_orders_it_and_other_orders_are_the_first_ones() -> None:
-    answers: list[AnnounceAnswer] = []
-    done = threading.Event()
+def obeyed(answers: list[dict[str, Any]]) -> tuple[AnnounceAnswer, dict[str, Any]]:
+    """What a node obeys when gateways answer so, and what it had posted."""
+    posts, orders, done = list[dict[str, Any]](), list[AnnounceAnswer](), threading.Event()
 
     class Gateways:
         def post_all(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-            return [{"draining": False, "sleep": True}, {"draining": False, "wake": True, "leave": True}]
+            posts.append(body)
+            return answers
 
     def obey(answer: AnnounceAnswer) -> None:
-        answers.append(answer)
+        orders.append(answer)
         done.set()
         threading.Event().wait()
 
-    announcer = Announcer(Gateways(), obey)  # type: ignore[arg-type]
+    announcer = Announcer(Gateways(), obey, lambda: (HERE,))  # type: ignore[arg-type]
     announcer.announce(told("0"))
     announcer.start()
     assert done.wait(5)
-    assert answers == [AnnounceAnswer(draining=False, leave=False, sleep=True, wake=True)]
+    return orders[0], posts[0]
+
+
+def test_an_announcement_carries_the_readings_of_its_moment() -> None:
+    assert obeyed([{"draining": False}])[1]["machines"] == ({"host": "here"},)
+
+
+def test_a_wake_counts_whichever_gateway_orders_it_and_other_orders_are_the_first_ones() -> None:
+    answers = [{"draining": False, "sleep": True}, {"draining": False, "wake": True, "leave": True}]
+    assert obeyed(answers)[0] == AnnounceAnswer(draining=False, leave=False, sleep=True, wake=True)
 
 
 def test_a_start_is_timed_by_stage() -> None:
@@ -191,11 +168,7 @@ def test_a_start_is_timed_by_stage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "page", "tokens"),
-    [
-        ("vllm", "vllm-0.32.0", (100, 105, 0)),
-        ("llamacpp", "llamacpp", (10, 5, 7)),
-    ],
+    ("engine", "page", "tokens"), [("vllm", "vllm-0.32.0", (100, 105, 0)), ("llamacpp", "llamacpp", (10, 5, 7))]
 )
 def test_the_engines_tokens_are_in_its_load(
     monkeypatch: pytest.MonkeyPatch, engine: str, page: str, tokens: tuple[int, int, int]

@@ -7,7 +7,6 @@ import stat
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from samples import NOW, demo_plan, deployment, run_folder
@@ -22,10 +21,6 @@ from penstock.wire.announcement import Process
 
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
-
-
-def visible(home: Path) -> list[str]:
-    return sorted(path.name for path in (home / "runs").iterdir() if not path.name.startswith("."))
 
 
 def test_a_new_folder_holds_everything(home: Path) -> None:
@@ -46,9 +41,8 @@ def test_a_new_folder_holds_everything(home: Path) -> None:
 def test_secrets_are_for_the_owner_only() -> None:
     run = run_folder()
     assert run.admin_token() == "secret-token"
-    assert mode(run.admin_token_file) == 0o600
-    assert mode(run.admin_token_file.parent) == 0o700
-    assert mode(run.gateway_config) == 0o600
+    private = {run.admin_token_file: 0o600, run.admin_token_file.parent: 0o700, run.gateway_config: 0o600}
+    assert {path: mode(path) for path in private} == private
     texts = [path.read_text() for path in run.path.rglob("*") if path.is_file() and path != run.admin_token_file]
     assert not any("secret-token" in text for text in texts)
 
@@ -60,21 +54,37 @@ def test_a_new_folder_replaces_an_ended_one(home: Path) -> None:
     new = run_folder()
     assert new.record().id != first
     assert [event.text for event in new.events()] == ["the first"]
-    assert visible(home) == ["penstock-demo"]
-    assert [path.name for path in (home / "runs").iterdir() if path.name != "penstock-demo"] == []
+    assert [path.name for path in (home / "runs").iterdir()] == ["penstock-demo"]
 
 
-def test_a_folder_that_could_not_be_filled_leaves_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: Path, data: bytes, mode: int = 0) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(runs, "write_atomically", fail)
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_folder_that_could_not_be_filled_leaves_nothing(home: Path) -> None:
     with pytest.raises(UserError) as caught:
         run_folder()
-    assert caught.value.message == (
-        f'cannot write run folder "{home / "runs" / "penstock-demo"}": No space left on device'
-    )
+    place = home / "runs" / "penstock-demo"
+    assert caught.value.message == f'cannot write run folder "{place}": No space left on device'
     assert list((home / "runs").iterdir()) == []
+
+
+def test_on_a_full_disk_what_down_writes_goes_in_place(request: pytest.FixtureRequest) -> None:
+    run = run_folder()
+    run.write_state(State(NOW, "ready", 1, reason="x" * 100))
+    request.getfixturevalue("full_disk")
+    run.write_desired(Desired("down", 0))
+    run.write_state(State(NOW, "down", 0))
+    assert (run.desired(), run.state(), run.is_ended()) == (Desired("down", 0), State(NOW, "down", 0), True)
+    with pytest.raises(OSError, match="No space left"):
+        run.write_state(State(NOW, "down", 0, reason="y" * 1000))
+    with pytest.raises(OSError, match="No space left"):
+        run.write_handle(Handle("local"))
 
 
 def test_a_home_that_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,23 +106,6 @@ def test_home_is_in_the_users_folder_unless_said_otherwise_and_private(monkeypat
     assert paths.home() == Path("/home/somebody/.penstock")
 
 
-def test_on_a_full_disk_what_down_writes_goes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_folder()
-    run.write_state(State(NOW, "ready", 1, reason="x" * 100))
-
-    def fail(path: Path, data: bytes, mode: int = 0) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(runs, "write_atomically", fail)
-    run.write_desired(Desired("down", 0))
-    run.write_state(State(NOW, "down", 0))
-    assert (run.desired(), run.state(), run.is_ended()) == (Desired("down", 0), State(NOW, "down", 0), True)
-    with pytest.raises(OSError, match="No space left"):
-        run.write_state(State(NOW, "down", 0, reason="y" * 1000))
-    with pytest.raises(OSError, match="No space left"):
-        run.write_handle(Handle("local"))
-
-
 def test_a_name_is_changed_by_one_command_at_a_time_and_others_see_its_lock() -> None:
     run = run_folder(deployment(name="d"))
     with runs.locked("d"), pytest.raises(UserError) as caught, runs.locked("d"):
@@ -124,23 +117,19 @@ def test_a_name_is_changed_by_one_command_at_a_time_and_others_see_its_lock() ->
     assert not runs.is_locked(run)
 
 
-def test_files_are_replaced_whole(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    paths.write_atomically(path, b"one")
-    paths.write_atomically(path, b"two", mode=0o600)
-    assert (path.read_bytes(), mode(path)) == (b"two", 0o600)
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_what_changes_is_written_and_read_again() -> None:
+def test_what_changes_is_written_whole_and_read_again(tmp_path: Path) -> None:
     run = run_folder()
     run.write_desired(Desired("down", 0))
     run.write_handle(Handle("local", {"replica/0": {"pid": 1, "started_at": 2.0}}))
     run.write_state(State(NOW, "ready", 1))
     again = Run(run.path)
-    assert again.desired() == Desired("down", 0)
+    assert (again.desired(), again.state()) == (Desired("down", 0), State(NOW, "ready", 1))
     assert again.handle().replicas == {"0": {"pid": 1, "started_at": 2.0}}
-    assert again.state() == State(NOW, "ready", 1)
+    (folder := tmp_path / "folder").mkdir()
+    for text in (b"one", b"two"):
+        paths.write_atomically(folder / "a", text, mode=0o600)
+    assert ((folder / "a").read_bytes(), mode(folder / "a")) == (b"two", 0o600)
+    assert list(folder.iterdir()) == [folder / "a"]
 
 
 def test_events_are_lines_and_half_a_line_is_not_read() -> None:
@@ -160,41 +149,33 @@ def test_runs_are_found_by_name_or_the_nearest_is_named() -> None:
         run_folder(deployment(name=name))
     assert runs.find("a").record().name == "a"
     assert [run.name for run in runs.every()] == ["a", "llama70"]
-    with pytest.raises(UserError) as caught:
-        runs.find("lama70")
-    assert (caught.value.message, caught.value.hint) == (
-        'cannot find deployment "lama70"',
-        'Did you mean "llama70"?',
-    )
-    with pytest.raises(UserError) as caught:
-        runs.find("zzz")
-    assert caught.value.hint == "Known: a, llama70."
+    for name, hint in (("lama70", 'Did you mean "llama70"?'), ("zzz", "Known: a, llama70.")):
+        with pytest.raises(UserError) as caught:
+            runs.find(name)
+        assert (caught.value.message, caught.value.hint) == (f'cannot find deployment "{name}"', hint)
 
 
-@pytest.mark.parametrize("name", ["x", "", "..", "../runs"])
-def test_without_runs_no_name_is_found(home: Path, name: str) -> None:
+def test_without_runs_no_name_is_found(home: Path) -> None:
     (home / "runs" / ".d.new.x").mkdir(parents=True)  # half made
     (home / "runs" / "d").mkdir()
     assert runs.every() == []
-    with pytest.raises(UserError) as caught:
-        runs.find(name)
-    assert caught.value.hint == "There is none on this machine yet; start one: penstock up"
+    for name in ("x", "", "..", "../runs"):
+        with pytest.raises(UserError) as caught:
+            runs.find(name)
+        assert caught.value.hint == "There is none on this machine yet; start one: penstock up"
 
 
-@pytest.mark.parametrize(
-    ("listen", "expected"),
-    [
-        ("127.0.0.1:80", "127.0.0.1:80"),
-        ("0.0.0.0:80", "127.0.0.1:80"),
-        ("host:80", "host:80"),
-        ("::1:80", "[::1]:80"),
-        ("[::1]:80", "[::1]:80"),
-        (":::80", "[::1]:80"),
-        ("[::]:80", "[::1]:80"),
-    ],
-)
-def test_an_address_to_listen_on_becomes_one_to_connect_to(listen: str, expected: str) -> None:
-    assert runs.reachable(listen) == expected
+def test_an_address_to_listen_on_becomes_one_to_connect_to() -> None:
+    for listen, expected in {
+        "127.0.0.1:80": "127.0.0.1:80",
+        "0.0.0.0:80": "127.0.0.1:80",
+        "host:80": "host:80",
+        "::1:80": "[::1]:80",
+        "[::1]:80": "[::1]:80",
+        ":::80": "[::1]:80",
+        "[::]:80": "[::1]:80",
+    }.items():
+        assert runs.reachable(listen) == expected
 
 
 def test_a_log_is_read_in_whole_lines(tmp_path: Path) -> None:
@@ -223,37 +204,30 @@ def test_following_a_log_ends_with_its_last_words(tmp_path: Path) -> None:
     assert list(log_lines.file_lines(tmp_path / "absent", follow=True, is_over=lambda: True)) == []
 
 
-ENDED = State(NOW, "down", 0)
-
-
-@pytest.mark.parametrize(
-    ("desired", "state", "expected"),
-    [
-        ("down", ENDED, True),
-        ("down", State(NOW, "failed", 0), True),
-        ("up", ENDED, False),
-        ("down", None, False),
-        ("down", State(NOW, "stopping", 0), False),
-        # A controller says "failed" of replicas that would not start: a `down` that broke off has not ended those.
-        ("down", State(NOW, "failed", 1, controller=Part("gone", Process(7, 1.0, "controller"))), False),
-    ],
-)
-def test_a_run_is_ended_when_its_end_was_asked_for_and_written(
-    desired: Literal["up", "down"], state: State | None, expected: bool
-) -> None:
+def test_a_run_is_ended_when_its_end_was_asked_for_and_written() -> None:
     run = run_folder()
-    run.write_desired(Desired(desired, 0))
-    if state is not None:
+    run.write_desired(Desired("down", 0))
+    assert not run.is_ended()
+    # A controller says "failed" of replicas that would not start: a `down` that broke off has not ended those.
+    broke_off = State(NOW, "failed", 1, controller=Part("gone", Process(7, 1.0, "controller")))
+    for state, is_ended in (
+        (State(NOW, "stopping", 0), False),
+        (broke_off, False),
+        (State(NOW, "failed", 0), True),
+        (State(NOW, "down", 0), True),
+    ):
         run.write_state(state)
-    assert run.is_ended() is expected
+        assert run.is_ended() is is_ended
+    run.write_desired(Desired("up", 0))
+    assert not run.is_ended()
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[", '{"phase": 1}'])
-def test_what_down_needs_is_read_also_from_a_damaged_folder(text: str) -> None:
+def test_what_down_needs_is_read_also_from_a_damaged_folder() -> None:
     run = run_folder()
-    for name in ("state.json", "desired.json", "handle.json", "run.json"):
-        (run.path / name).write_text(text)
-    assert (run.state(), run.desired(), run.handle()) == (None, Desired("up", 0), Handle("local"))
+    for text in ("", "{}", "[", '{"phase": 1}'):
+        for name in ("state.json", "desired.json", "handle.json", "run.json"):
+            (run.path / name).write_text(text)
+        assert (run.state(), run.desired(), run.handle()) == (None, Desired("up", 0), Handle("local"))
 
 
 @pytest.mark.parametrize("name", ["plan.json", "run.json", "spec.yaml", "gateway.json", "secrets/admin-token"])
