@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socketserver
 import sys
-import time
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -62,7 +61,6 @@ def main(folder: Path, words: list[str]) -> int:
     with TcpServer(("127.0.0.1", int(near)), Handler) as server:
         print(f"Forwarding from 127.0.0.1:{near} -> {far}", flush=True)
         server.serve_forever()
-    time.sleep(60)
     return 0
 
 

@@ -84,12 +84,8 @@ def call(*words: object) -> Done:
 @contextlib.contextmanager
 def started(*words: object) -> Iterator[subprocess.Popen[str]]:
     """A command of the CLI as a process of its own; killed on the way out when it still runs."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "penstock.cli.main", *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    argv = [sys.executable, "-m", "penstock.cli.main", *map(str, words)]
+    child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield child
     finally:
@@ -244,19 +240,18 @@ class Place:
 @contextlib.contextmanager
 def a_place(folder: Path, deadline_s: float = HANG_S) -> Iterator[Place]:
     """A place to start deployments in, with a home of its own and a deadline, and checked to leave nothing."""
-    home = folder / "home"
-    place = Place(folder)
+    home, place = folder / "home", Place(folder)
+
+    def is_empty() -> bool:
+        return not any(process.run.startswith(str(home)) for process in processes.find_marked())
+
     with pytest.MonkeyPatch.context() as patch, _bounded(deadline_s):
         patch.setenv("PENSTOCK_HOME", str(home))
         try:
             yield place
         finally:
             place.end()
-            wait_until(lambda: _alive_in(home) == [], f"nothing of {home} runs: {_alive_in(home)}")
-
-
-def _alive_in(home: Path) -> list[processes.Marked]:
-    return [process for process in processes.find_marked() if process.run.startswith(str(home))]
+            wait_until(is_empty, f"nothing of {home} runs")
 
 
 @contextlib.contextmanager
@@ -313,8 +308,7 @@ def pid_of(run: Run, role: str) -> int:
 
 def ask(run: Run, n_tokens: int = 8, key: str | None = None) -> Reply:
     """A request through the gateway that must be answered right."""
-    reply = Client(run.url, api_key=key, timeout_s=DEADLINE_S).chat(
-        [{"role": "user", "content": PROMPT}], max_tokens=n_tokens
-    )
+    client = Client(run.url, api_key=key, timeout_s=DEADLINE_S)
+    reply = client.chat([{"role": "user", "content": PROMPT}], max_tokens=n_tokens)
     assert reply.text == expected_text(PROMPT, n_tokens)
     return reply

@@ -31,36 +31,23 @@ from penstock.wire.announcement import Announcement, GatewayView, ReplicaView
 from penstock.wire.client import Client
 
 TOKEN = "rig-token"
-ENGINE_VERSIONS = {"vllm": "0.32.0", "fake": "1"}
 
 Popen = Callable[..., Any]
 
 
 def plan_for(engine: str, executor: str, parallel: dict[str, int], **engine_fields: Any) -> Plan:
-    wanted = reading.from_mapping(
-        {
-            "model": "penstock-demo",
-            "engine": {"kind": engine, "executor": executor, "max_model_len": 1024, "drain_s": 10, **engine_fields},
-            "hardware": {"nodes": 2},
-            "parallel": parallel,
-        }
-    )
-    facts = read_files(files.locate(wanted), wanted.model, "safetensors")[1]
-    machine = Machine("node1", 2, 16 * GIB, 8 * GIB)
-    return launch.make(wanted, facts, machine, engine, ENGINE_VERSIONS[engine], 1)
+    block = {"kind": engine, "executor": executor, "max_model_len": 1024, "drain_s": 10, **engine_fields}
+    facts = {"model": "penstock-demo", "engine": block, "hardware": {"nodes": 2}, "parallel": parallel}
+    wanted = reading.from_mapping(facts)
+    model = read_files(files.locate(wanted), wanted.model, "safetensors")[1]
+    return launch.make(wanted, model, Machine("node1", 2, 16 * GIB, 8 * GIB), engine, "0.32.0", 1)
 
 
 class Rig:
     """A gateway with its admin address on `address`, and nodes of replica 0."""
 
     def __init__(
-        self,
-        folder: Path,
-        plan: Plan,
-        address: str = "127.0.0.1",
-        stage: str = "none",
-        is_spread: bool = False,
-        **settings: Any,
+        self, folder: Path, plan: Plan, address: str = "127.0.0.1", is_spread: bool = False, **settings: Any
     ) -> None:
         self.folder, self.run, self.plan = folder, folder / "run", plan
         (self.run / "artifact").mkdir(parents=True)
@@ -80,9 +67,8 @@ class Rig:
         urls = ("http://127.0.0.1:9", f"http://{address}:{admin}")
         listen: Any = "loopback" if address == "127.0.0.1" else "network"
         is_spread = is_spread or listen == "network"
-        made = Launch(
-            plan.deployment, plan, urls, str(token), listen=listen, cache=Cache(stage=stage), is_spread=is_spread
-        )
+        cache = Cache(stage="none")
+        made = Launch(plan.deployment, plan, urls, str(token), listen=listen, cache=cache, is_spread=is_spread)
         (self.run / "artifact" / "launch.json").write_bytes(msgspec.json.encode(made))
         self.admin = Client(f"http://{address}:{admin}", api_key=TOKEN, timeout_s=5.0)
         self.client = Client(f"http://127.0.0.1:{public}", timeout_s=60.0)

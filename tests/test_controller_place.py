@@ -89,13 +89,6 @@ def test_another_wish_is_tried_at_once_and_the_old_one_forgotten(ticks: Ticks) -
     assert ticks.target.n_tries == 3
 
 
-def test_what_a_killed_controller_ordered_is_looked_for_also_when_the_number_is_right(ticks: Ticks) -> None:
-    ticks.run.write_handle(Handle("local", {"replica/0": {}}, ("1",)))
-    for _ in range(2):
-        ticks.tick(Desired("up", 1))
-        assert (ticks.target.n_tries, ticks.run.handle()) == (1, Handle("local", {"replica/0": {}}))
-
-
 def test_one_that_cannot_be_ended_is_not_reported_as_ended(ticks: Ticks) -> None:
     ticks.target.allows, ticks.target.holds = {"0", "1"}, set()
     ticks.tick(TWO)

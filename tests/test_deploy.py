@@ -18,7 +18,7 @@ from penstock import processes
 from penstock import run_folder as runs
 from penstock.deployment import prepare, scale
 from penstock.deployment import start as deploy
-from penstock.errors import EngineError, PlanError, UserError
+from penstock.errors import EngineError, PenstockError, PlanError, UserError
 from penstock.hardware import Machine
 from penstock.processes import Marked
 from penstock.run_folder import Artifact, Desired, Handle, Part, ReplicaStatus, Run, State
@@ -109,18 +109,31 @@ def test_other_settings_do_not_replace_what_runs_unasked() -> None:
     assert caught.value.hint == "Add --replace to end it and start the new one, or give another --name."
 
 
+def look(run: Run, phase: str, *replicas: ReplicaStatus) -> None:
+    """As a living controller has just seen it."""
+    me = processes.identify(os.getpid(), "controller")
+    run.write_state(State(time.time(), phase, 1, replicas, controller=Part("running", me)))  # type: ignore[arg-type]
+
+
 def test_a_failed_start_is_told_also_when_somebody_else_is_ending_it(marked: list[Marked]) -> None:
     """The lock's own refusal used to hide why the engine did not start."""
     run = run_folder(deployment(name="d"))
-    row = ReplicaStatus("0", "failed", "gone", told("0", "failed"), reason="out of memory")
-    me = processes.identify(os.getpid(), "controller")
-    run.write_state(State(time.time(), "failed", 1, (row,), controller=Part("running", me)))
+    look(run, "failed", ReplicaStatus("0", "failed", "gone", told("0", "failed"), reason="out of memory"))
     with runs.locked("d"), pytest.raises(EngineError, match='could not start replica 0 of "d": out of memory'):
+        deploy.wait_ready(run, lambda state: None, timeout_s=1)
+    with pytest.raises(PenstockError, match="could not start replica 0: out of memory"):
+        scale.wait_scaled(run, 1, lambda state: None, timeout_s=1)
+    look(run, "down")
+    with pytest.raises(PenstockError, match='could not start deployment "d": it was stopped while it was starting'):
         deploy.wait_ready(run, lambda state: None, timeout_s=1)
 
 
-def test_a_run_that_is_stopping_is_not_taken_for_a_running_one(marked: list[Marked]) -> None:
+def test_a_run_that_is_stopping_or_has_failed_is_not_taken_for_a_running_one(marked: list[Marked]) -> None:
     run = run_folder(deployment(name="d"))
+    look(run, "ready")
+    assert deploy._running("d") is not None
+    look(run, "failed")
+    assert deploy._running("d") is None
     run.write_desired(Desired("down", 0))
     assert deploy._running("d") is None
     found = prepare.not_ended("d")

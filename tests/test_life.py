@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hub_server import COMMIT, asked_hub
 from launching import (
     DEADLINE_S,
     PROMPT,
@@ -33,6 +34,8 @@ from launching import (
 
 from penstock import paths, processes, run_folder
 from penstock.hardware.network import free_port
+from penstock.models import manifest
+from penstock.models.files import BUNDLED
 from penstock.run_folder import Run
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.wire.client import Client
@@ -203,20 +206,6 @@ def test_logs_show_each_part_and_go_on_until_ctrl_c(place: Place) -> None:
         assert following.wait(DEADLINE_S) == 130
 
 
-@pytest.mark.nightly
-def test_two_deployments_live_side_by_side_and_go_together(place: Place) -> None:
-    one, two = place.up(place.write("one")), place.up(place.write("two"))
-    assert one.url != two.url
-    assert Client(two.url).chat([{"role": "user", "content": PROMPT}], max_tokens=3).model == "two"
-    assert call("down", "one").code == 0
-    ask(two)
-    place.up(place.write("one"))
-    assert call("down", "--all").code == 0
-    place.assert_nothing_left()
-    assert call("ls", "--json").json == []
-    assert {row["phase"] for row in call("ls", "--all", "--json").json} == {"down"}
-
-
 def is_loading(place: Place) -> bool:
     run = Run(paths.home() / "runs" / "one")
     return run.exists() and any(replica.state == "loading" for replica in now(place.note(run)).replicas)
@@ -317,3 +306,33 @@ def test_a_down_that_broke_off_stays_visible_and_is_finished_by_another_or_by_up
     assert again.record().id != before
     ask(again, 1)
     assert {process.run_id for process in processes.find_marked(str(again.path))} == {again.record().id}
+
+
+def test_up_fetches_the_model_pins_its_commit_and_continues_after_ctrl_c(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From an empty cache; the hub is on loopback."""
+    files = {path.name: path.read_bytes() for path in BUNDLED.iterdir() if path.suffix in (".json", ".safetensors")}
+    small = {name for name in files if not name.endswith(".safetensors")}
+    with asked_hub(monkeypatch, "org/tiny", files) as hub:
+        cache = place.folder / "cache"
+        file = place.write("one", model="org/tiny@main", cache={"weights": str(cache)})
+        hub.is_open.clear()  # the weights hang
+
+        def waits_for_weights() -> bool:
+            return len(hub.downloads) == len(files) and small <= {path.name for path in cache.rglob("*")}
+
+        done = interrupt("up", file, when=waits_for_weights)
+        assert done.code == 130 and not Run(paths.home() / "runs" / "one").exists(), done
+        hub.is_open.set()
+        hub.asked.clear()
+        done = call("up", file, "--json")
+        events = [event["event"] for event in done.events]
+        assert events[0] == "fetch" and {"submitted", "ready"} <= set(events)
+        assert all(name.endswith(".safetensors") for name in hub.downloads), "small files were there"
+        folder = cache / "models--org--tiny" / "snapshots" / COMMIT
+        run = place.run()
+        assert run.plan().model.path == str(folder) and manifest.verify(folder) == []
+        ask(run)
+        hub.asked.clear()
+        assert call("up", file, "--json").code == 0 and hub.downloads == [], "it runs already"

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from launching import Place, a_place, ask, call
 
-from penstock import run_folder
-
 ROOT = Path(__file__).parent.parent
 LOG = Path(__file__).parent / "golden" / "vllm-0.33.0" / "h200-start.log"
 NVIDIA_SMI = """#!/bin/sh
@@ -29,7 +27,7 @@ from penstock.testing.fake_engine.__main__ import main
 
 words = sys.argv[3:]
 at = words.index("--served-model-name")
-names = [word for word in words[at + 1 : words.index("--host")]]
+names = words[at + 1 : words.index("--host")]
 place = [*words[words.index("--host") :][:2], *words[words.index("--port") :][:2]]
 plan = Path(os.environ["VLLM_CACHE_ROOT"]) / "startup_plan" / "plan.json"
 if os.environ["VLLM_ENABLE_STARTUP_PLAN"] == "1":
@@ -43,14 +41,13 @@ sys.exit(main(["--model", sys.argv[2], "--served-model-name", *names, *place, "-
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     tools, site = tmp_path / "bin", tmp_path / "site"
-    program = site / "vllm" / "entrypoints" / "cli" / "main.py"
-    program.parent.mkdir(parents=True)
+    program, info = site / "vllm" / "entrypoints" / "cli" / "main.py", site / "vllm-0.33.0.dist-info"
+    for folder in (tools, program.parent, info):
+        folder.mkdir(parents=True)
+    for package in (program.parent, program.parent.parent, site / "vllm"):
+        (package / "__init__.py").touch()
     program.write_text(SERVE.format(log=str(LOG)), "utf-8")
-    for folder in (program.parent, program.parent.parent, site / "vllm"):
-        (folder / "__init__.py").touch()
-    (site / "vllm-0.33.0.dist-info").mkdir()
-    (site / "vllm-0.33.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0\n")
-    tools.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0\n")
     (tools / "nvidia-smi").write_text(NVIDIA_SMI)
     (tools / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
@@ -73,15 +70,14 @@ def test_what_a_start_reports_is_shown_and_planned_with(place: Place) -> None:
     done = call("up", path)
     assert done.code == 0, done.err
     assert "warning: workload.tpot_ms 0.01 is missed: likely " in done.err
-    run = place.note(run_folder.find("gpu"))
+    run = place.run("gpu")
     ask(run)
     made = run.plan()
     assert (made.device, made.engine_version, made.forecast is not None) == ("cuda", "0.33.0", True)
     planned = before["memory"]["kv_cache_gib"]["likely"]
     line = f"110.98 GiB of KV cache a GPU, planned {planned:.2f} ({110.98 / planned - 1:+.1%})"
-    assert line in done.out
     status = call("status", "gpu").out
-    assert line in status
+    assert line in done.out and line in status
     assert "replica 0 ready after" in status.split("starts, newest first:")[1]
     difference = call("status", "gpu", "--json").json["kv_cache"]["0"]
     assert difference["measured_kv_gib"] == 110.98

@@ -32,11 +32,9 @@ def test_local_sees_a_killed_node_and_ends_its_orphan_before_it_places_again(pla
     until(lambda: len(processes.find_marked(str(run.path), "0")) == 2, "the node has started its engine")
     node, orphan = sorted(processes.find_marked(str(run.path), "0"), key=lambda process: process.role != "node")
     processes.end([node], 0.0)
-    assert target.status(run)[unit].state == "gone"
-    assert processes.is_alive(orphan)
+    assert target.status(run)[unit].state == "gone" and processes.is_alive(orphan)
     run.write_handle(target.place(run, [unit]))
-    assert not processes.is_alive(orphan)
-    assert target.status(run)[unit].state == "placed"
+    assert target.status(run)[unit].state == "placed" and not processes.is_alive(orphan)
     target.end(run, 5.0)
     assert processes.find_marked(str(run.path)) == []
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hosts import Hosts
 from hub_server import COMMIT, serving
 from nodes_rig import Rig
 from samples import demo_plan
-from waiting import end, line
+from waiting import end
 
 from penstock import processes
 from penstock.errors import UserError
@@ -193,26 +192,3 @@ def test_a_node_fetches_the_planned_revision_and_announces_how_far_it_is(
             rig.stop()
             rig.close()
     assert processes.sweep(str(rig.run)) == [], "nothing is left of the nodes"
-
-
-@pytest.mark.hosts
-@pytest.mark.nightly
-def test_an_engine_outlives_the_loss_of_its_nodes_address(hosts: Hosts) -> None:
-    """Loading it again would take a large model an hour, and not bring the address back."""
-    rig, host = Rig(hosts.shared, ONE, hosts.own_address, engines_need_key=True), hosts[0]
-
-    def engines() -> list[int]:
-        return [process.pid for process in host.processes() if process.env.get("PENSTOCK_ROLE") == "engine"]
-
-    try:
-        rig.node(0, popen=host.popen)
-        rig.wait_state("ready")
-        before = engines()
-        host.run(["ip", "addr", "del", f"{host.address}/24", "dev", "eth0"])
-        line(rig.folder / "log", "cannot reach its own address")
-        host.run(["ip", "addr", "add", f"{host.address}/24", "dev", "eth0"])
-        line(rig.folder / "log", "can be reached again")
-        rig.until(lambda: (row := rig.row()) is not None and row.is_alive, "the replica serves")
-        assert before == engines() != []
-    finally:
-        rig.close()

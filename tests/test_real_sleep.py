@@ -13,7 +13,6 @@ from waiting import until
 
 from penstock import processes
 from penstock.engines.vllm.engine import Vllm
-from penstock.errors import PenstockError
 from penstock.hardware import Machine
 from penstock.models import files
 from penstock.models.facts import read_files
@@ -22,7 +21,6 @@ from penstock.planner import Plan, launch
 from penstock.spec import reading
 from penstock.text import GIB
 from penstock.wire.announcement import ASLEEP, engine_key
-from penstock.wire.answers import HttpError
 from penstock.wire.client import Client
 
 pytestmark = pytest.mark.vllm
@@ -110,13 +108,3 @@ def test_it_falls_asleep_when_what_runs_has_ended(running: Running) -> None:
         running.node.make(VLLM.sleep_calls(1))
         assert asked.result(60).output_tokens == 300
     running.node.make(VLLM.wake_calls(1))
-
-
-@pytest.mark.nightly
-def test_all_routes_of_the_development_mode_need_the_key(running: Running) -> None:
-    for call in (*VLLM.sleep_calls(1), *VLLM.wake_calls(1), *VLLM.wake_calls(2)):
-        with pytest.raises(HttpError) as refused:
-            Client(running.node.url).post_json(call.path, {})
-        assert refused.value.status == 401
-    with pytest.raises(PenstockError):
-        Client(running.node.url, "another-key").get_json("/is_sleeping")

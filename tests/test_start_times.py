@@ -10,6 +10,7 @@ from samples import NOW, demo_plan, gpu_plan, run_folder, told
 
 from penstock.cli import status_text
 from penstock.deployment import start_times
+from penstock.planner.request import StartTime
 from penstock.run_folder import State
 from penstock.spec.deployment import Parallel
 from penstock.wire.announcement import Announcement
@@ -22,29 +23,26 @@ def ready(after_s: float, at: float, replica: str = "0") -> Announcement:
     return told(replica, started_at=at, ready_after_s=after_s, start_s=STAGES)
 
 
-def test_the_estimate_is_the_median_and_the_range_of_what_was_measured(home: Path) -> None:
+def test_the_estimate_is_the_median_and_the_range_of_what_was_measured_of_the_newest_twenty(home: Path) -> None:
     key = start_times.key_of(demo_plan())
+
+    def expected(*starts: tuple[float, float]) -> StartTime:
+        """After starts that took so long, at these times."""
+        for after_s, at in starts:
+            start_times.keep(demo_plan(), ready(after_s, at))
+        found = start_times.expected(key)
+        assert found is not None
+        return found
+
     assert start_times.expected(key) is None
-    for at, after_s in enumerate((146.0, 86.0, 84.0, 80.0)):
-        start_times.keep(demo_plan(), ready(after_s, float(at)))
-    start_times.keep(demo_plan(), ready(80.0, 3.0))  # a new controller sees the same start
-    expected = start_times.expected(key)
-    assert expected is not None
-    assert (expected.seconds.low, expected.seconds.likely, expected.seconds.high, expected.n_starts) == (80, 85, 146, 4)
-    assert start_times.show(expected) == "starts in about 1m25s (1m20s to 2m26s), as measured 4 times"
+    assert start_times.show(expected((146.0, 0.0))) == "starts in about 2m26s, as measured once"
+    four = expected((86.0, 1.0), (84.0, 2.0), (80.0, 3.0), (80.0, 3.0))  # a new controller sees the same start
+    assert (four.seconds.low, four.seconds.likely, four.seconds.high, four.n_starts) == (80, 85, 146, 4)
+    assert start_times.show(four) == "starts in about 1m25s (1m20s to 2m26s), as measured 4 times"
     (kept,) = (home / "measured" / "starts").iterdir()
     assert b'"imports": 23.0' in kept.read_bytes()
-
-
-def test_one_start_has_no_range_and_the_newest_twenty_count(home: Path) -> None:
-    start_times.keep(demo_plan(), ready(500.0, 0.0))
-    key = start_times.key_of(demo_plan())
-    expected = start_times.expected(key)
-    assert expected is not None and start_times.show(expected) == "starts in about 8m20s, as measured once"
-    for number in range(1, 21):
-        start_times.keep(demo_plan(), ready(10.0, float(number)))
-    expected = start_times.expected(key)
-    assert expected is not None and (expected.seconds.high, expected.n_starts) == (10.0, 20)
+    newest = expected(*((10.0, float(number)) for number in range(4, 24)))
+    assert (newest.seconds.high, newest.n_starts) == (10.0, 20)
 
 
 def test_another_version_layout_or_gpu_has_its_own_and_a_gpu_plan_the_one_of_its_measurements(home: Path) -> None:
