@@ -62,64 +62,47 @@ DECISIONS: dict[str, tuple[int, Observation, dict[str, Any], Decision]] = {
     "absent replicas are placed next to those that run": (3, seen("0", rows=ONE), {}, Decision(units("0", "1", "2"))),
     "the first is placed": (1, seen(), {}, Decision(units("0"))),
     "a free number is used again": (3, seen("0", "2", rows=view()), {}, Decision(units("0", "1", "2"))),
-    "a replica that is gone is placed again, and its lease forgotten": (
-        2, seen("0", "1", gone=["1"], rows=view()), {}, Decision(units("0", "1"), again=("1",), evict=("1",))
-    ),
-    "but not before its pause is over": (
-        2, seen("0", "1", gone=["1"], rows=view()), {"due_at": {"1": 1.0}}, Decision(units("0", "1"))
-    ),
-    "one that lost a node is placed again, and keeps its lease": (
-        1, placed({"0": "broken"}, ONE), {}, Decision(units("0"), again=("0",))
-    ),
-    "one that its target repairs is left alone": (
-        1, placed({"0": "broken"}, ONE, is_repaired_by_target=True), {}, Decision()
-    ),
-    "a lost one goes before one that serves": (
-        1, placed({"0": "broken", "1": "placed"}, view(row("1"))), {}, Decision(units("1"), drain=("0",))
-    ),
-    "one too many is drained first": (
-        1, seen("0", "1", rows=view(row("0"), row("1", in_flight=2))), {}, Decision(drain=("1",))
-    ),
-    "idle but not yet draining it stays, since a request may come": (
-        1, seen("0", "1", rows=BOTH), {}, Decision(drain=("1",))
-    ),
+    "a replica that is gone is placed again, and its lease forgotten":
+        (2, seen("0", "1", gone=["1"], rows=view()), {}, Decision(units("0", "1"), again=("1",), evict=("1",))),
+    "but not before its pause is over":
+        (2, seen("0", "1", gone=["1"], rows=view()), {"due_at": {"1": 1.0}}, Decision(units("0", "1"))),
+    "one that lost a node is placed again, and keeps its lease":
+        (1, placed({"0": "broken"}, ONE), {}, Decision(units("0"), again=("0",))),
+    "one that its target repairs is left alone":
+        (1, placed({"0": "broken"}, ONE, is_repaired_by_target=True), {}, Decision()),
+    "a lost one goes before one that serves":
+        (1, placed({"0": "broken", "1": "placed"}, view(row("1"))), {}, Decision(units("1"), drain=("0",))),
+    "one too many is drained first":
+        (1, seen("0", "1", rows=view(row("0"), row("1", in_flight=2))), {}, Decision(drain=("1",))),
+    "idle but not yet draining it stays, since a request may come":
+        (1, seen("0", "1", rows=BOTH), {}, Decision(drain=("1",))),
     "while requests run on it it stays": (1, seen("0", "1", rows=DRAINING), {}, Decision(drain=("1",))),
     "drained and idle it is ended": (1, seen("0", "1", rows=DRAINED), {}, Decision(units("0"), drain=("1",))),
-    "one that the gateway never knew is ended at once": (
-        1, seen("0", "1", rows=ONE), {}, Decision(units("0"), drain=("1",))
-    ),
+    "one that the gateway never knew is ended at once":
+        (1, seen("0", "1", rows=ONE), {}, Decision(units("0"), drain=("1",))),
     "without a gateway it may drain": (1, seen("0", "1"), {}, Decision(drain=("1",))),
     "without a gateway time ends a drain": (1, seen("0", "1"), {"late": "1"}, Decision(units("0"), drain=("1",))),
-    "when its time is over it is ended with requests on it": (
-        1, seen("0", "1", rows=DRAINING), {"late": "1"}, Decision(units("0"), drain=("1",))
-    ),
+    "when its time is over it is ended with requests on it":
+        (1, seen("0", "1", rows=DRAINING), {"late": "1"}, Decision(units("0"), drain=("1",))),
     "one that is wanted again stops draining": (2, seen("0", "1", rows=DRAINED), {}, Decision(undrain=("1",))),
-    "the lowest numbers are kept, as numbers": (
-        1, seen("2", "10", rows=view()), {"late": ["10"]}, Decision(units("2"), drain=("10",))
-    ),
-    "scaling to nothing drains all": (
-        0, seen("0", rows=view(row("0", is_draining=True))), {}, Decision(units(), drain=("0",))
-    ),
-    "a failed replica is not placed again": (
-        2, seen("0", "1", gone=["1"], rows=view()), {"failed": "1"}, Decision()
-    ),
+    "the lowest numbers are kept, as numbers":
+        (1, seen("2", "10", rows=view()), {"late": ["10"]}, Decision(units("2"), drain=("10",))),
+    "scaling to nothing drains all":
+        (0, seen("0", rows=view(row("0", is_draining=True))), {}, Decision(units(), drain=("0",))),
+    "a failed replica is not placed again":
+        (2, seen("0", "1", gone=["1"], rows=view()), {"failed": "1"}, Decision()),
     "a failed replica that left its target is not placed again": (2, seen("0", rows=ONE), {"failed": "1"}, Decision()),
-    "the next after a failed one has another number": (
-        3, seen("0", rows=view()), {"failed": "1"}, Decision(units("0", "2"))
-    ),
-    "a failed replica is ended before a healthy one": (
-        1, seen("0", "1", gone=["0"], rows=view(row("1"))), {"failed": "0"}, Decision(units("1"), drain=("0",))
-    ),
+    "the next after a failed one has another number":
+        (3, seen("0", rows=view()), {"failed": "1"}, Decision(units("0", "2"))),
+    "a failed replica is ended before a healthy one":
+        (1, seen("0", "1", gone=["0"], rows=view(row("1"))), {"failed": "0"}, Decision(units("1"), drain=("0",))),
     # Without it, `penstock scale` back to what runs waited for ever.
-    "a failed replica that is not wanted any more is forgotten": (
-        1, seen("0", rows=ONE), {"failed": "1"}, Decision(forget=("1",))
-    ),
-    "one that is leaving gets a successor": (
-        1, placed({"0": "placed"}, ONE, leaving="0"), {}, Decision(units("1", "0"))
-    ),
-    "it stays until its successor is ready": (
-        1, placed(LEAVING, view(row("0"), told("1", "loading")), leaving="0"), {}, Decision()
-    ),
+    "a failed replica that is not wanted any more is forgotten":
+        (1, seen("0", rows=ONE), {"failed": "1"}, Decision(forget=("1",))),
+    "one that is leaving gets a successor":
+        (1, placed({"0": "placed"}, ONE, leaving="0"), {}, Decision(units("1", "0"))),
+    "it stays until its successor is ready":
+        (1, placed(LEAVING, view(row("0"), told("1", "loading")), leaving="0"), {}, Decision()),
     "then it drains": (1, placed(LEAVING, BOTH, leaving="0"), {}, Decision(drain=("0",))),
     "and is ended": (
         1, placed(LEAVING, view(row("0", is_draining=True), row("1")), leaving="0"), {},
@@ -136,24 +119,21 @@ DECISIONS: dict[str, tuple[int, Observation, dict[str, Any], Decision]] = {
         {},
         Decision(drain=("1",)),
     ),
-    "one that went silent waits for the next look": (
-        1, placed({"0": "placed"}, view(silent("0")), placed_at=NOW - 60), {}, Decision()
-    ),
+    "one that went silent waits for the next look":
+        (1, placed({"0": "placed"}, view(silent("0")), placed_at=NOW - 60), {}, Decision()),
     "then it gets a successor": (
         1, placed({"0": "placed"}, view(silent("0")), placed_at=NOW - 60), {"silent": frozenset("0")},
         Decision(units("1", "0")),
     ),
-    "but not where it was started since": (
-        1, placed({"0": "placed"}, view(silent("0")), placed_at=NOW - 5), {}, Decision()
-    ),
+    "but not where it was started since":
+        (1, placed({"0": "placed"}, view(silent("0")), placed_at=NOW - 5), {}, Decision()),
     "nor where its target says at once that a machine is lost": (1, seen("0", rows=view(silent("0"))), {}, Decision()),
     "its successor ready, it is ended": (
         1, placed(LEAVING, view(silent("0", in_flight=0), row("1")), placed_at=NOW - 60), {"left": "0"},
         Decision(units("1"), drain=("0",)),
     ),
-    "but not while a request runs on it": (
-        1, placed(LEAVING, view(silent("0"), row("1")), placed_at=NOW - 60), {"left": "0"}, Decision(drain=("0",))
-    ),
+    "but not while a request runs on it":
+        (1, placed(LEAVING, view(silent("0"), row("1")), placed_at=NOW - 60), {"left": "0"}, Decision(drain=("0",))),
     "requeued, it is ended although its successor still loads": (
         1, placed({"0": "queued", "1": "placed"}, view(silent("0"), told("1", "loading")), placed_at=NOW - 60),
         {"left": "0"}, Decision(units("1"), drain=("0",)),
@@ -162,9 +142,8 @@ DECISIONS: dict[str, tuple[int, Observation, dict[str, Any], Decision]] = {
         1, placed(LEAVING, view(row("0"), told("1", "loading")), placed_at=NOW - 60), {"left": "0"},
         Decision(drain=("1",)),
     ),
-    "a gateway that does not answer ends no successor": (
-        1, placed({"0": "queued", "1": "placed"}), {"left": "0"}, Decision(units("1"), drain=("0",))
-    ),
+    "a gateway that does not answer ends no successor":
+        (1, placed({"0": "queued", "1": "placed"}), {"left": "0"}, Decision(units("1"), drain=("0",))),
     "one that left before its successor was ready is not placed again": (
         1, placed({"0": "gone", "1": "placed"}, view(told("1", "loading"))), {"left": "0"},
         Decision(units("1"), drain=("0",)),

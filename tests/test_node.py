@@ -1,15 +1,23 @@
-"""The node's arithmetic: pauses between starts, and when an engine has stalled."""
+"""What a node decides by itself: pauses between starts, a stalled or idle engine, its rank, what it cleans up."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 from samples import demo_plan
 
 from penstock.engines import Metrics
-from penstock.node import engine_client
-from penstock.node.engine_client import EngineClient, StallWatch
+from penstock.errors import UserError
+from penstock.node import engine_client, leftovers
+from penstock.node.__main__ import rank_of
+from penstock.node.engine_client import EngineClient, IdleWatch, StallWatch
+from penstock.node.sleep import choose_level
 from penstock.processes import Backoff
 
 
@@ -56,3 +64,58 @@ def test_an_engine_whose_address_cannot_be_reached_is_not_blamed_for_it(monkeypa
         assert hung.unreachable is None
     refused = client("127.0.0.1", port)
     assert refused.health_problem() is not None and refused.unreachable is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "possible", "weights", "free", "level"),
+    [
+        ("auto", (1, 2), 90, 100, 1),
+        ("auto", (1, 2), 91, 100, 2),
+        ("auto", (1,), 90, 100, 1),
+        ("auto", (1,), 91, 100, None),
+        (1, (1, 2), 91, 100, None),
+        (2, (1, 2), 1, 100, 2),
+        (2, (1,), 1, 100, None),
+    ],
+)
+def test_level_1_is_taken_where_the_weights_fit_in_memory(
+    wanted: Any, possible: tuple[int, ...], weights: int, free: int, level: int | None
+) -> None:
+    choice = choose_level(wanted, possible, weights, free)
+    assert (choice if isinstance(choice, int) else None) == level, choice
+
+
+def test_idleness_is_that_of_the_looks_and_a_step_between_two_ends_it() -> None:
+    watch = IdleWatch()
+    looks = [(0, 5.0, 10.0), (0, 5.0, 12.0), (0, 7.0, 14.0), (0, 7.0, 16.0), (1, 7.0, 18.0), (0, 7.0, 20.0)]
+    idle_s = []
+    for look in looks:
+        watch.observe(*look)
+        idle_s.append(watch.idle_s)
+    assert idle_s == [0, 2, 0, 2, 0, 2]
+    watch.forget()
+    assert watch.idle_s == 0
+
+
+def test_the_rank_is_the_number_that_the_host_name_ends_in() -> None:
+    hosts = ("chat-0", "chat-7b-12", "chat-3.chat.svc.cluster.local")
+    assert [rank_of(host, n_nodes=16) for host in hosts] == [0, 12, 3]
+    for host in ("chat", "chat12", "chat-2", "chat-1a"):
+        with pytest.raises(UserError, match=f'host name "{host}"'):
+            rank_of(host, n_nodes=2)
+
+
+def test_a_node_removes_folders_of_engines_that_died_with_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    lost, fresh, locked, guards = (tmp_path / f"penstock-0badcafe-{part}" for part in ("0", "1", "2", "0j"))
+    users = tmp_path / "penstock-notes"
+    for path in (lost, fresh, locked, guards, users):
+        path.mkdir()
+        os.utime(path, (0.0, time.time() if path == fresh else 0.0))
+    lock = os.open(locked, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    leftovers.remove_lost_folders()
+    os.close(lock)
+    assert {*tmp_path.iterdir()} == {fresh, locked, guards, users}

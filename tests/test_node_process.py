@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,12 +13,11 @@ from samples import demo_plan
 from waiting import end
 
 from penstock import processes
-from penstock.errors import UserError
 from penstock.models import manifest
-from penstock.node import leftovers
-from penstock.node.__main__ import rank_of
 from penstock.spec.deployment import Parallel, Sleep
 from penstock.wire.answers import Reply
+
+pytestmark = pytest.mark.processes
 
 ONE = demo_plan("fake", drain_s=10.0, args={"load-s": 0.2, "tokens-per-s": 30})
 TWO = msgspec.structs.replace(ONE, n_nodes=2, layout=Parallel(tensor=2), executor="mp")
@@ -41,7 +37,6 @@ def leave(rig: Rig) -> int:
     return int(rig.admin.post_json("/admin/leave", {"replica": "0"})["in_flight"])
 
 
-@pytest.mark.processes
 def test_a_node_that_is_ordered_to_leave_drains_and_exits_as_on_sigterm(rig: Rig, tmp_path: Path) -> None:
     file = tmp_path / "ready"
     file.write_text("left by an earlier process")
@@ -60,7 +55,6 @@ def test_a_node_that_is_ordered_to_leave_drains_and_exits_as_on_sigterm(rig: Rig
     assert end(node) == 0
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("rig", [msgspec.structs.replace(ONE, sleep=Sleep(level=1))], indirect=True)
 @pytest.mark.nightly
 def test_a_probe_does_not_see_that_a_node_sleeps(rig: Rig, tmp_path: Path) -> None:
@@ -82,7 +76,6 @@ def test_a_probe_does_not_see_that_a_node_sleeps(rig: Rig, tmp_path: Path) -> No
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 @pytest.mark.parametrize("rig", [TWO], indirect=True)
 def test_all_nodes_of_a_replica_leave_on_one_order_and_their_successors_stay(rig: Rig, tmp_path: Path) -> None:
     early = rig.node(1)
@@ -104,30 +97,6 @@ def test_all_nodes_of_a_replica_leave_on_one_order_and_their_successors_stay(rig
     rig.wait_state("ready")
 
 
-def test_the_rank_is_the_number_that_the_host_name_ends_in() -> None:
-    hosts = ("chat-0", "chat-7b-12", "chat-3.chat.svc.cluster.local")
-    assert [rank_of(host, n_nodes=16) for host in hosts] == [0, 12, 3]
-    for host in ("chat", "chat12", "chat-2", "chat-1a"):
-        with pytest.raises(UserError, match=f'host name "{host}"'):
-            rank_of(host, n_nodes=2)
-
-
-def test_a_node_removes_folders_of_engines_that_died_with_its_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    names = ("lost", "fresh", "locked", "guard's", "user's")
-    paths = [tmp_path / f"penstock-0badcafe-{part}" for part in ("0", "1", "2", "0j")] + [tmp_path / "penstock-notes"]
-    for path in paths:
-        path.mkdir()
-        os.utime(path, (0.0, 0.0 if path.name[-1] != "1" else time.time()))
-    lock = os.open(paths[2], os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_SH)
-    leftovers.remove_lost_folders()
-    os.close(lock)
-    assert [name for name, path in zip(names, paths, strict=True) if not path.exists()] == ["lost"]
-
-
 HOOK = """
 import os, sys, threading, time
 def work():
@@ -139,7 +108,6 @@ if "penstock.testing.fake_engine" in sys.orig_argv:
 """
 
 
-@pytest.mark.processes
 @pytest.mark.nightly
 def test_an_engine_that_fails_to_start_leaves_no_shared_memory(tmp_path: Path) -> None:
     """vLLM's ranks make psm_* seconds before they run out of memory."""
@@ -158,7 +126,6 @@ def test_an_engine_that_fails_to_start_leaves_no_shared_memory(tmp_path: Path) -
 FILES = {"config.json": b"{}", "m.safetensors": b"x" * 5_000_000}
 
 
-@pytest.mark.processes
 def test_a_node_fetches_the_planned_revision_and_announces_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,45 +28,14 @@ from launching import (
 
 import penstock
 from penstock.deployment.sleep import is_asleep
-from penstock.node.engine_client import IdleWatch
-from penstock.node.sleep import choose_level
 from penstock.run_folder import Run
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.wire.answers import Chunk, HttpError
 from penstock.wire.client import Client
 
+pytestmark = pytest.mark.processes
+
 BY_VERB: dict[str, Any] = {"sleep": {"level": 1}}
-
-
-@pytest.mark.parametrize(
-    ("wanted", "possible", "weights", "free", "level"),
-    [
-        ("auto", (1, 2), 90, 100, 1),
-        ("auto", (1, 2), 91, 100, 2),
-        ("auto", (1,), 90, 100, 1),
-        ("auto", (1,), 91, 100, None),
-        (1, (1, 2), 91, 100, None),
-        (2, (1, 2), 1, 100, 2),
-        (2, (1,), 1, 100, None),
-    ],
-)
-def test_level_1_is_taken_where_the_weights_fit_in_memory(
-    wanted: Any, possible: tuple[int, ...], weights: int, free: int, level: int | None
-) -> None:
-    choice = choose_level(wanted, possible, weights, free)
-    assert (choice if isinstance(choice, int) else None) == level, choice
-
-
-def test_idleness_is_that_of_the_looks_and_a_step_between_two_ends_it() -> None:
-    watch = IdleWatch()
-    looks = [(0, 5.0, 10.0), (0, 5.0, 12.0), (0, 7.0, 14.0), (0, 7.0, 16.0), (1, 7.0, 18.0), (0, 7.0, 20.0)]
-    idle_s = []
-    for look in looks:
-        watch.observe(*look)
-        idle_s.append(watch.idle_s)
-    assert idle_s == [0, 2, 0, 2, 0, 2]
-    watch.forget()
-    assert watch.idle_s == 0
 
 
 def sleeping(run: Run, name: str = "0") -> bool:
@@ -77,7 +46,6 @@ def events(run: Run) -> list[str]:
     return [event.event for event in run.events()]
 
 
-@pytest.mark.processes
 def test_a_verb_puts_it_to_sleep_a_request_wakes_it_and_a_verb_wakes_it(place: Place) -> None:
     run = place.up(place.write("one", args={"sleep-s": 0.3, "wake-s": 0.5}, engine=BY_VERB))
     engine = engine_pid(run)
@@ -107,7 +75,6 @@ def test_a_verb_puts_it_to_sleep_a_request_wakes_it_and_a_verb_wakes_it(place: P
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 def test_an_engine_that_dies_as_it_falls_asleep_ends_the_wait_of_the_verb(place: Place) -> None:
     run = place.up(place.write("one", args={"sleep-s": 20}, engine=BY_VERB))
     with started("sleep", "one") as verb:
@@ -120,7 +87,6 @@ def test_an_engine_that_dies_as_it_falls_asleep_ends_the_wait_of_the_verb(place:
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 def test_it_sleeps_by_itself_and_at_level_2_loads_its_weights_again(place: Place) -> None:
     run = place.up(place.write("one", engine={"sleep": {"after_s": 1, "level": 2}}))
     for _ in range(2):
@@ -129,7 +95,6 @@ def test_it_sleeps_by_itself_and_at_level_2_loads_its_weights_again(place: Place
         ask(run)
 
 
-@pytest.mark.processes
 def test_a_stream_hears_that_its_replica_wakes(place: Place) -> None:
     run = place.up(place.write("one", args={"wake-s": 2}, engine=BY_VERB))
     assert call("sleep").code == 0
@@ -141,7 +106,6 @@ def test_a_stream_hears_that_its_replica_wakes(place: Place) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 def test_requests_in_the_moment_of_falling_asleep_are_all_answered(place: Place) -> None:
     """Two clients ask all the time, and the engine wants to sleep whenever it is idle for a second or is told to."""
     run = place.up(place.write("one", args={"sleep-s": 0.2, "wake-s": 0.2}, engine={"sleep": {"after_s": 1}}))
@@ -170,7 +134,6 @@ def test_requests_in_the_moment_of_falling_asleep_are_all_answered(place: Place)
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 def test_it_never_sleeps_while_a_request_runs(place: Place) -> None:
     run = place.up(place.write("one", args={"tokens-per-s": 20}, engine={"sleep": {"after_s": 1}}))
     stream, states = Asking(run.url, 80), set[str]()
@@ -188,7 +151,6 @@ def test_it_never_sleeps_while_a_request_runs(place: Place) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("part", "wakes"),
     [*((part, False) for part in ("engine", "node", "gateway", "controller")), ("engine", True), ("node", True)],
@@ -211,7 +173,6 @@ def test_a_part_that_is_killed_asleep_or_while_it_wakes_comes_back_and_a_request
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 def test_an_engine_that_cannot_be_woken_is_started_again(place: Place) -> None:
     run = place.up(place.write("one", args={"refuse-wake": True}, engine=BY_VERB))
     assert call("sleep").code == 0
@@ -224,7 +185,6 @@ def test_an_engine_that_cannot_be_woken_is_started_again(place: Place) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 def test_an_engine_that_refuses_to_sleep_stays_ready_and_says_so(place: Place) -> None:
     closed = {"env": {"VLLM_SERVER_DEV_MODE": "0"}}
     run = place.up(place.write("one", engine=BY_VERB | closed))
@@ -236,7 +196,6 @@ def test_an_engine_that_refuses_to_sleep_stays_ready_and_says_so(place: Place) -
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 def test_down_ends_one_that_wakes(place: Place) -> None:
     run = place.up(place.write("one", args={"wake-s": 30}, engine=BY_VERB))
     assert call("sleep").code == 0 and call("wake", "--no-wait").code == 0
@@ -246,7 +205,6 @@ def test_down_ends_one_that_wakes(place: Place) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 def test_one_of_two_wakes_for_a_request_and_workers_tell_each_other(place: Place) -> None:
     run = place.up(place.write("one", replicas=2, engine=BY_VERB, gateway={"workers": 2}))
     assert call("sleep").code == 0
@@ -256,7 +214,6 @@ def test_one_of_two_wakes_for_a_request_and_workers_tell_each_other(place: Place
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 def test_the_routes_of_the_development_mode_need_the_key_and_no_client_reaches_them(place: Place) -> None:
     run = place.up(place.write("one", engine=BY_VERB))
     announcement = replica_of(run).announcement
@@ -268,7 +225,6 @@ def test_the_routes_of_the_development_mode_need_the_key_and_no_client_reaches_t
             assert refused.value.status == status
 
 
-@pytest.mark.processes
 def test_what_cannot_sleep_is_refused(place: Place) -> None:
     place.written(place.write("zero"))
     one = place.write("one", engine=BY_VERB, gateway={"engine_routes": ["/sleep"]})
