@@ -132,9 +132,8 @@ def private_folders(run_id: str) -> list[Path]:
 class Asking:
     """One streamed request in a thread: its text, or the error that ended it."""
 
-    def __init__(self, url: str, n_tokens: int, prompt: str = PROMPT, key: str | None = None) -> None:
-        self.prompt, self.n_tokens = prompt, n_tokens
-        self.text = ""
+    def __init__(self, url: str, n_tokens: int, key: str | None = None) -> None:
+        self.n_tokens, self.text = n_tokens, ""
         self.reply: Reply | None = None
         self.error: PenstockError | None = None
         self._client = Client(url, api_key=key, timeout_s=DEADLINE_S)
@@ -150,11 +149,11 @@ class Asking:
     def check_is_whole(self) -> None:
         self.end()
         assert self.error is None, f"{self.error} after {self.text!r}"
-        assert self.text == expected_text(self.prompt, self.n_tokens)
+        assert self.text == expected_text(PROMPT, self.n_tokens)
 
     def _run(self) -> None:
         try:
-            for piece in self._client.stream_chat([{"role": "user", "content": self.prompt}], max_tokens=self.n_tokens):
+            for piece in self._client.stream_chat([{"role": "user", "content": PROMPT}], max_tokens=self.n_tokens):
                 if isinstance(piece, Reply):
                     self.reply = piece
                 else:

@@ -177,9 +177,10 @@ def test_shared_memory_of_killed_processes_is_removed(place: Place) -> None:
     def check_segments(*of: int) -> None:
         assert {path.name for path in Path("/dev/shm").glob(f"{tag}-*")} == {f"{tag}-{pid}" for pid in of}
 
-    check_segments(engine_pid(run))
+    first = engine_pid(run)
     kill(pid_of(run, "node"))
     wait_restarted(run, "replica", 0, "node process")
+    assert engine_pid(run) != first
     check_segments(engine_pid(run))  # the orphan's went with it
     wait_until(is_told, "status knows the segment")
     kill(pid_of(run, "node"), engine_pid(run))

@@ -99,20 +99,17 @@ def test_what_is_half_fetched_or_changed_is_said_to_be(cache: Path) -> None:
     assert not begun.parent.exists()
 
 
-def test_removing_a_revision_keeps_the_blobs_of_the_others(cache: Path) -> None:
-    (cache / "models--org--tiny" / "snapshots" / "main").symlink_to("c1c1c1")
-    assert kept.remove(kept.choose(fetched(), "org/tiny@c1c1")) == 7
-    repository = cache / "models--org--tiny"
+def test_removing_a_revision_keeps_the_blobs_of_the_others_and_removing_a_model_nothing(cache: Path) -> None:
+    repository, locks = cache / "models--org--tiny", cache / ".locks" / "models--org--tiny"
+    locks.mkdir(parents=True)
+    (repository / "snapshots" / "main").symlink_to("c1c1c1")
+    assert kept.remove(kept.choose(fetched(), "org/tiny@c1c1")) == len("second!")
     assert {path.name for path in (repository / "blobs").iterdir()} == {"shared", "first"}
     assert [path.name for path in (repository / "snapshots").iterdir()] == ["c0ffee"]
     assert not (repository / "refs" / "main").exists()
     assert manifest.fits(repository / "snapshots" / "c0ffee")
-
-
-def test_removing_a_model_removes_its_folder_and_locks(cache: Path) -> None:
-    (locks := cache / ".locks" / "models--org--tiny").mkdir(parents=True)
-    assert kept.remove(kept.choose(fetched(), "hf://org/tiny")) == len("sharedfirstsecond!")
-    assert fetched() == [] and not (cache / "models--org--tiny").exists() and not locks.exists()
+    assert kept.remove(kept.choose(fetched(), "hf://org/tiny")) == len("sharedfirst")
+    assert fetched() == [] and not repository.exists() and not locks.exists()
 
 
 def test_no_removal_follows_a_link_out_of_the_cache(cache: Path, tmp_path: Path) -> None:

@@ -74,8 +74,8 @@ def marked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Marked]:
     return found
 
 
-def process_of(run: Run, run_id: str | None = None, pid: int = 7) -> Marked:
-    return Marked(pid, 1.0, "node", str(run.path), run_id or run.record().id, "0", "python -m penstock.node")
+def process_of(run: Run, run_id: str | None = None) -> Marked:
+    return Marked(7, 1.0, "node", str(run.path), run_id or run.record().id, "0", "python -m penstock.node")
 
 
 def private_folder(tmp_path: Path, run_id: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import pytest
 from launching import Place
@@ -36,22 +35,4 @@ def test_local_sees_a_killed_node_and_ends_its_orphan_before_it_places_again(pla
     run.write_handle(target.place(run, [unit]))
     assert target.status(run)[unit].state == "placed" and not processes.is_alive(orphan)
     target.end(run, 5.0)
-    assert processes.find_marked(str(run.path)) == []
-
-
-@pytest.mark.nightly
-def test_what_a_failed_place_started_is_ended(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, _ = place.written(place.write())
-    started, n_starts = processes.start_detached, iter(range(10))
-
-    def start_once(*words: Any) -> Any:
-        if next(n_starts) > 0:
-            raise OSError("no more processes")
-        return started(*words)
-
-    monkeypatch.setattr(processes, "start_detached", start_once)
-    with pytest.raises(OSError, match="no more processes"):
-        targets.load("local").place(run, [replica("0"), replica("1")])
-    assert processes.find_marked(str(run.path)) != []
-    targets.load("local").end(run, 0.0)
     assert processes.find_marked(str(run.path)) == []

@@ -81,13 +81,12 @@ class Second:
 
     def __init__(self, gateway: Gateway, **versions: str) -> None:
         self.started: list[StandIn] = []
-        self.board = board_client(gateway, 1)
+        self.board, self.is_told_ready = board_client(gateway, 1), threading.Event()
 
         def start(_: Formation) -> Any:
             self.started.append(StandIn())
             return self.started[-1]
 
-        self.is_told_ready = threading.Event()
         self.member = GroupMember(
             *(PLAN, self.board, engines.load("vllm"), lambda _: introduction("beta", **versions), start),
             *(self.is_told_ready.set, ReadyFile()),
@@ -172,12 +171,15 @@ def trouble(leader: GroupLeader) -> str:
     return until(leader.trouble, "trouble").reason  # type: ignore[union-attr]
 
 
-def test_two_nodes_form_and_go_and_again_in_the_next_epoch(group: Group) -> None:
+def test_two_nodes_form_and_go_hear_that_the_engine_serves_and_form_again_in_the_next_epoch(group: Group) -> None:
     _, leader, second = group
     assert leader.trouble() is None
     views = [(view.host, view.address, view.interface, view.state, view.ranks) for view in leader.views()]
     assert views == [("alpha", "0.0.0.0", "eth0", "here", (0,)), ("beta", "10.0.0.2", "eth0", "here", (1,))]
-    assert len(second.started) == 1
+    assert not second.is_told_ready.is_set()
+    leader.post_ready()
+    assert second.is_told_ready.wait(30)
+    assert leader.trouble() is None and len(second.started) == 1
     leader.over()
     until(lambda: second.started[0].is_ended, "the end of the epoch ends its engine")
     formed(leader)
@@ -278,8 +280,8 @@ def test_a_node_that_is_stopped_keeps_its_part_until_the_first_has_drained_or_th
 
 def test_the_board_forgets_what_is_not_renewed() -> None:
     board = RankBoard(0.0)
-    board.post(Post("0", 0, "a", "e"), 0.0)
-    board.post(Post("1", 0, "b", "e"), 1.0)
+    for post, at in ((Post("0", 0, "a", "e"), 0.0), (Post("1", 0, "b", "e"), 1.0)):
+        board.post(post, at)
     view = board.post(Post("0", 1, "c", "e"), FORGET_AFTER_S + 2.0)
     assert [row.post.rank for row in view.posts] == [1]
     assert view.age_s == FORGET_AFTER_S + 2.0
@@ -307,10 +309,3 @@ def test_the_leader_has_the_readings_of_the_other_nodes(gateway: Gateway) -> Non
     leader._board.post("e", phase="gather")
     second.post("", phase="here")
     until(lambda: leader.machines() == (MachineReading("beta", cpu_use=0.5),), "the readings of beta")
-
-
-def test_the_other_nodes_hear_that_the_engine_serves_and_stay_in_the_group(group: Group) -> None:
-    assert not group.second.is_told_ready.is_set()
-    group.leader.post_ready()
-    assert group.second.is_told_ready.wait(30)
-    assert group.leader.trouble() is None and len(group.second.started) == 1

@@ -196,15 +196,6 @@ def test_an_engine_that_refuses_to_sleep_stays_ready_and_says_so(place: Place) -
 
 
 @pytest.mark.nightly
-def test_down_ends_one_that_wakes(place: Place) -> None:
-    run = place.up(place.write("one", args={"wake-s": 30}, engine=BY_VERB))
-    assert call("sleep").code == 0 and call("wake", "--no-wait").code == 0
-    wait_until(lambda: replica_of(run).state == "waking", "it wakes")
-    assert call("down", "--now").code == 0
-    place.assert_nothing_left()
-
-
-@pytest.mark.nightly
 def test_one_of_two_wakes_for_a_request_and_workers_tell_each_other(place: Place) -> None:
     run = place.up(place.write("one", replicas=2, engine=BY_VERB, gateway={"workers": 2}))
     assert call("sleep").code == 0
