@@ -183,7 +183,7 @@ def test_ports_are_held_from_before_the_plan_until_the_gateway_has_them(
         deploy.up(wanted)
 
 
-def test_a_port_that_is_taken_after_the_check_is_told_and_leaves_nothing(wanted: Deployment, home: Path) -> None:
+def test_a_port_that_is_taken_after_the_check_is_told_and_leaves_nothing(wanted: Deployment) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         gateway = msgspec.structs.replace(wanted.gateway, port=port)

@@ -71,18 +71,17 @@ def test_how_the_weights_are_loaded_and_where_compiled_code_came_from_is_noted_o
 
 
 def test_restarts_of_an_engine_and_drains_are_noted_once() -> None:
-    first, second = Restart(NOW, "was killed by signal 9"), Restart(NOW + 9, "stalled")
-    one, noted = changes(state(row(restarts=(first,))), Noted())
-    assert [(event.kind, event.text) for event in one] == [
-        ("engine restarted", "was killed by signal 9"),
-        ("replica ready", "ready"),
-    ]
-    two, noted = changes(state(row(restarts=(first, second), is_draining=True)), noted)
-    assert [(event.kind, event.text) for event in two] == [
-        ("engine restarted", "stalled"),
-        ("replica draining", "it finishes 2 requests and gets no more"),
-    ]
-    assert changes(state(row(restarts=(first, second), is_draining=True)), noted)[0] == ()
+    def noticed(**facts: Any) -> list[tuple[str, str]]:
+        nonlocal noted
+        found, noted = changes(state(row(**facts)), noted)
+        return [(event.kind, event.text) for event in found]
+
+    noted, restarts = Noted(), (Restart(NOW, "was killed by signal 9"), Restart(NOW + 9, "stalled"))
+    first = [("engine restarted", "was killed by signal 9"), ("replica ready", "ready")]
+    assert noticed(restarts=restarts[:1]) == first
+    drains = ("replica draining", "it finishes 2 requests and gets no more")
+    assert noticed(restarts=restarts, is_draining=True) == [("engine restarted", "stalled"), drains]
+    assert noticed(restarts=restarts, is_draining=True) == []
 
 
 def test_a_controller_that_continues_repeats_nothing() -> None:
@@ -102,12 +101,10 @@ def test_events_are_listed_with_who_asked_also_of_an_ended_deployment(shell: She
     run = run_folder(deployment(name="d"))
     run.add_event("scale", "1 -> 2 replicas", who="kim@login1")
     run.add_event("replica ready", "ready after 3 s", "1", seconds={"weights": 2.0})
+    words = [" scale: 1 -> 2 replicas (by kim@login1)", " replica ready [replica 1]: ready after 3 s"]
     for _ in range(2):
         lines = shell("events", "d")[1].splitlines()
-        assert [line[20:] for line in lines] == [
-            " scale: 1 -> 2 replicas (by kim@login1)",
-            " replica ready [replica 1]: ready after 3 s",
-        ]
+        assert [line[20:] for line in lines] == words
         ended(run)
     assert lines[0][:11].endswith("T") and lines[0][19:20] == "Z"
     first, second = map(json.loads, shell("events", "d", "--json")[1].splitlines())
