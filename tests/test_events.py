@@ -71,12 +71,13 @@ def test_how_the_weights_are_loaded_and_where_compiled_code_came_from_is_noted_o
 
 
 def test_restarts_of_an_engine_and_drains_are_noted_once() -> None:
+    noted, restarts = Noted(), (Restart(NOW, "was killed by signal 9"), Restart(NOW + 9, "stalled"))
+
     def noticed(**facts: Any) -> list[tuple[str, str]]:
         nonlocal noted
         found, noted = changes(state(row(**facts)), noted)
         return [(event.kind, event.text) for event in found]
 
-    noted, restarts = Noted(), (Restart(NOW, "was killed by signal 9"), Restart(NOW + 9, "stalled"))
     first = [("engine restarted", "was killed by signal 9"), ("replica ready", "ready")]
     assert noticed(restarts=restarts[:1]) == first
     drains = ("replica draining", "it finishes 2 requests and gets no more")
