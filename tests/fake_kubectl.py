@@ -28,9 +28,6 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         pass
 
-    def address_string(self) -> str:
-        return "unix"
-
 
 class UnixServer(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True

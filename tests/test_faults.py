@@ -208,7 +208,7 @@ def test_hanging_engine_is_found_stalled_and_its_request_is_answered_after_all(p
     [
         ({"oom": "kv-cache"}, {}, "the KV cache for one request of max_model_len does not fit", "Set engine.max_model"),
         ({"crash-at-start": "ValueError: no such thing"}, {}, "ValueError: no such thing", "logs"),
-        ({"load-s": 30}, {"start_timeout_s": 1}, "it was not ready after", "penstock logs one"),
+        ({"load-s": 30}, {"start_timeout_s": 3}, "it was not ready after", "penstock logs one"),
     ],
     ids=["what is known", "an error nobody knows", "too slow"],
 )
