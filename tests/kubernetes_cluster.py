@@ -8,23 +8,21 @@
             space.kubectl("get", "pods").stdout       # kubectl 1.37
             space.env, space.kubeconfig               # for `penstock` and kubectl: KUBECONFIG, PATH
         cluster.call("GET", "/api/v1/nodes")          # the API as administrator
-        cluster.define(definitions_in(folder))        # custom kinds, stored only (kubernetes_kinds.py)
 
 Fixtures (kubernetes_fixtures.py): `kubernetes`, a Namespace of the cluster that all tests of a run share.
 
 Faults:
 
     cluster.node("node-1").lose() / come_back()       # power loss: processes are killed, heartbeats stop
-    cluster.node("node-1").cut() / mend()             # network only: pods run on, and nothing of them arrives
     cluster.api_away() / api_back()                   # the API server is killed (hangs=True: stopped) / is back
-    space.pod("web-0").kill_process()                 # SIGKILL; oom(): the same, told as OOMKilled
-    space.pod("web-0").evict("low on resource: ephemeral-storage")
+    space.pod("web-0").kill_process("web")            # SIGKILL; oom("web"): the same, told as OOMKilled
+    space.pod("web-0").evict()
     an image "missing.example/..."                    # ErrImagePull, ImagePullBackOff
 
 What differs from a real cluster. In 1.20 server-side apply needs `protocol` in each port of a Service; policy/v1 and
 autoscaling/v2 are not there. Every image is the root of this machine with `python3` (and the packages of the
 Python that runs the tests, but not penstock) first in PATH; users of securityContext are not applied, all is root.
-Files of the pod are in an overlay in memory. No limits, no liveness or startup probes, no lifecycle hooks. A cluster
+Files of the pod are in an overlay in memory. No limits, no liveness or startup probes, no hook but preStop. A cluster
 IP relays TCP (the client's address is the bridge's); no NodePort, no NetworkPolicy. StorageClass `standard` makes a
 folder a claim, on all nodes, for any access mode. LoadBalancers get their cluster IP as address, which works from
 here. `kubectl exec` and `port-forward` are the shim's (kubernetes_kubectl.py).
@@ -49,21 +47,20 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import hosts
 from hosts_janitor import bury, note, note_pid
 from hosts_slots import SLOTS, take_slot
 from kubernetes_api import MERGE, Api, ApiError, Object
-from kubernetes_control_plane import ADMIN, CACHE, USERS, ControlPlane, Times, missing_programs
+from kubernetes_control_plane import ADMIN, CACHE, ControlPlane, missing_programs
 from kubernetes_kubelet import GPU_LABELS, Kubelet
 from kubernetes_logs import LogServer
 from kubernetes_pod import PodRun
 from kubernetes_sandbox import enter, environment, make_image
 from kubernetes_services import Services
 
-__all__ = ["MERGE", "USERS", "ApiError", "Cluster", "Namespace", "Object", "Pod", "Times", "missing"]
+__all__ = ["ApiError", "Cluster", "Namespace", "Object", "Pod", "missing"]
 
 T = TypeVar("T")
 RESOURCES = {"cpu": "64", "memory": "1Ti", "ephemeral-storage": "1Ti", "pods": "110", "nvidia.com/gpu": "8"}
@@ -84,51 +81,59 @@ def missing() -> str | None:
     return f"no overlay over the root here: {tried.stderr.strip()}" if tried.returncode else None
 
 
-class Cluster:
-    """Started by the constructor, ended by close()."""
+class Cluster(contextlib.ExitStack):
+    """Started by the constructor, ended by close(), which leaves nothing behind."""
 
-    def __init__(self, n_nodes: int = 3, *, times: Times | None = None) -> None:
+    def __init__(self, n_nodes: int = 3) -> None:
+        super().__init__()
         reason = missing()
         assert reason is None, reason
-        self.slot, self._lock = take_slot()
-        self.base = Path(tempfile.mkdtemp(prefix="penstock-hosts-k8s-", dir="/tmp"))
-        self.base.chmod(0o755)
-        self.address = f"10.77.{self.slot}.1"
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="kubelet", daemon=True)
-        self._lifeline, self._life = os.pipe()
         self._numbers = itertools.count(1)
-        times = times or Times()
-        self._note_pid = functools.partial(note_pid, self.base)
-        self.plane = ControlPlane(self.base, self.address, f"10.78.{self.slot}.0/24", times, self._note_pid)
         try:
-            self._start(n_nodes, times)
+            self._start(n_nodes)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, n_nodes: int, times: Times) -> None:
+    def _start(self, n_nodes: int) -> None:
+        """What is started is ended by the callback after it, the last one first."""
+        self.slot, lock = take_slot()
+        self.callback(os.close, lock)
+        self.base = Path(tempfile.mkdtemp(prefix="penstock-hosts-k8s-", dir="/tmp"))
+        self.callback(bury, self.base)
+        self.base.chmod(0o755)
         for folder in ("run", "log", "bin", "claims", "pods"):
             (self.base / folder).mkdir()
+        self.address = f"10.77.{self.slot}.1"
         SLOTS.joinpath(str(self.slot)).write_text(str(self.base))
-        janitor = [sys.executable, "-I", str(Path(__file__).with_name("hosts_janitor.py")), str(self.base)]
-        null, kept = subprocess.DEVNULL, [self._lifeline, self._lock]
-        self._janitor = subprocess.Popen(
-            [*janitor, str(self._lifeline)], pass_fds=kept, start_new_session=True, stdin=null, stdout=null, stderr=null
-        )
+        self._start_janitor(lock)
         make_image(self.base / "image")
         self._write_shim()
         self._make_bridge(n_nodes)
-        self._thread.start()
+        self.loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self.loop.run_forever, name="kubelet", daemon=True)
+        thread.start()
+        self.callback(thread.join, 10)
+        self.callback(self.loop.call_soon_threadsafe, self.loop.stop)
+        noted = functools.partial(note_pid, self.base)
+        self.plane = ControlPlane(self.base, self.address, f"10.78.{self.slot}.0/24", noted)
+        self.callback(self.plane.stop)
         self.plane.start()
-        self.api = self._do(self._make_api())
-        self.kubelet = Kubelet(self.base, self.api, self.slot, times, self._note_pid)
+        self.api = Api(self.plane.url, f"{ADMIN}-token", self.plane.certificate)
+        self.kubelet = Kubelet(self.base, self.api, self.slot, noted)
         self.services = Services(self.api, self.kubelet)
         self.logs = LogServer(self.kubelet, self.plane.certificate, self.plane.key)
+        self.callback(lambda: self._do(self._end()))
         self._do(self._begin(n_nodes))
 
-    async def _make_api(self) -> Api:
-        return Api(self.plane.url, f"{ADMIN}-token", self.plane.certificate)
+    def _start_janitor(self, lock: int) -> None:
+        lifeline, life = os.pipe()
+        argv = [sys.executable, "-I", str(Path(__file__).with_name("hosts_janitor.py")), str(self.base), str(lifeline)]
+        null, kept = subprocess.DEVNULL, [lifeline, lock]
+        janitor = subprocess.Popen(argv, pass_fds=kept, start_new_session=True, stdin=null, stdout=null, stderr=null)
+        self.callback(janitor.wait, 30)
+        self.callback(os.close, life)
+        self.callback(os.close, lifeline)
 
     async def _begin(self, n_nodes: int) -> None:
         await self.services.start()
@@ -152,36 +157,12 @@ class Cluster:
         shim.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {SHIM} {real} {place} "$@"\n')
         shim.chmod(0o755)
 
-    def __enter__(self) -> Cluster:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End everything and leave nothing behind. Idempotent."""
-        if self._life < 0:
-            return
-        if hasattr(self, "logs"):
-            with contextlib.suppress(Exception):
-                self._do(self._end())
-        self.plane.stop()
-        if self._thread.is_alive():
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join(10)
-        os.close(self._life)
-        os.close(self._lifeline)
-        self._life = self._lifeline = -1
-        with contextlib.suppress(AttributeError):
-            self._janitor.wait(30)
-        bury(self.base)
-        os.close(self._lock)
-
     async def _end(self) -> None:
-        self.services.close()
-        self.logs.close()
-        await self.kubelet.close()
-        await self.api.close()
+        with contextlib.suppress(Exception):
+            self.services.close()
+            self.logs.close()
+            await self.kubelet.close()
+            await self.api.close()
 
     def _do(self, work: Coroutine[Any, Any, T], timeout_s: float = CALL_S) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
@@ -191,22 +172,6 @@ class Cluster:
     def call(self, method: str, path: str, body: object = None, media: str = "application/json") -> Object:
         """The API as administrator: ApiError unless it succeeds."""
         return self._do(self.api.call(method, path, body, media))
-
-    def define(self, definitions: Sequence[Object]) -> None:
-        """Custom kinds (kubernetes_kinds.py), until they are served."""
-        for one in definitions:
-            self._do(self._define(one))
-
-    async def _define(self, definition: Object) -> None:
-        path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-        await self.api.call("POST", path, definition)
-        spec = definition["spec"]
-        for version in spec["versions"]:
-            while version["served"]:
-                with contextlib.suppress(ApiError):
-                    await self.api.call("GET", f"/apis/{spec['group']}/{version['name']}/{spec['names']['plural']}")
-                    break
-                await asyncio.sleep(0.05)
 
     def kubeconfig(self, user: str, namespace: str, token: str | None = None) -> Path:
         """A file with the context "test"; `user` is one of USERS, whom no role gives rights, or anyone with a token."""
@@ -226,14 +191,7 @@ class Cluster:
             self.heal()
             with contextlib.suppress(ApiError):  # the test deleted it
                 self.call("DELETE", space.path())
-            self._do(self._sweep(space.name))
-
-    async def _sweep(self, namespace: str) -> None:
-        self.kubelet.swept.add(namespace)
-        runs = [run for run in self.kubelet.pods.values() if run.namespace == namespace]
-        for run in runs:
-            run.grace_s = 0
-            run.ending.set()
+            self._do(self.kubelet.sweep(space.name))
 
     def node(self, name: str) -> Node:
         return Node(self, name)
@@ -247,19 +205,11 @@ class Cluster:
 
     def api_away(self, *, hangs: bool = False) -> None:
         """Nothing answers any more; with `hangs` connections are taken and stay silent."""
-        if hangs:
-            self.plane.signal_api(signal.SIGSTOP)
-        else:
-            self.plane.kill_api()
-        self._away = "hangs" if hangs else "killed"
+        self.plane.stop_api(hangs)
 
     def api_back(self) -> None:
         """The API server answers again. Idempotent."""
-        away, self._away = getattr(self, "_away", ""), ""
-        if away == "hangs":
-            self.plane.signal_api(signal.SIGCONT)
-        elif away:
-            self.plane.start_api()
+        self.plane.resume_api()
 
 
 @dataclass(frozen=True)
@@ -273,15 +223,9 @@ class Node:
         """Power loss: the network falls silent, then all processes of its pods are killed; no heartbeats."""
         self.cluster._do(self.cluster.kubelet.power_off(self.name))
 
-    def cut(self) -> None:
-        """Only its network: what runs there runs on."""
-        self.cluster._do(self.cluster.kubelet.disconnect(self.name))
-
     def come_back(self) -> None:
-        """Power and network are there: pods that were deleted end, the others run (after power loss: again)."""
+        """Power and network are there: pods that were deleted end, the others run again."""
         self.cluster._do(self.cluster.kubelet.connect(self.name))
-
-    mend = come_back
 
     @property
     def is_ready(self) -> bool:
@@ -301,13 +245,10 @@ class Namespace:
         """The API's path of the namespace, or of something in it: path("deployments/a", "/apis/apps/v1")."""
         return f"{group}/namespaces/{self.name}" + (f"/{rest}" if rest else "")
 
-    def call(
-        self, method: str, rest: str, body: object = None, *, group: str = "/api/v1", media: str = MERGE
-    ) -> Object:
+    def call(self, method: str, rest: str, body: object = None, group: str = "/api/v1") -> Object:
         """The API as administrator, on something in this namespace."""
-        return self.cluster.call(
-            method, self.path(rest, group), body, media if method == "PATCH" else "application/json"
-        )
+        media = MERGE if method == "PATCH" else "application/json"
+        return self.cluster.call(method, self.path(rest, group), body, media)
 
     def objects(self, kind: str, group: str = "/api/v1", labels: str = "") -> list[Object]:
         """Objects of a kind ("pods"; "deployments", "/apis/apps/v1"), with a label selector."""
@@ -326,10 +267,9 @@ class Namespace:
         return {"KUBECONFIG": str(self.kubeconfig), "PATH": path, "KUBECACHEDIR": str(self.cluster.base / "kubectl")}
 
     def kubectl(
-        self, *words: str, check: bool = True, stdin: str = "", timeout_s: float = 60.0, user: str = ADMIN
+        self, *words: str, check: bool = True, stdin: str = "", timeout_s: float = 60.0
     ) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, **self.env, "KUBECONFIG": str(self.cluster.kubeconfig(user, self.name))}
-        argv = [str(self.cluster.base / "bin" / "kubectl"), *words]
+        argv, env = [str(self.cluster.base / "bin" / "kubectl"), *words], {**os.environ, **self.env}
         done = subprocess.run(argv, env=env, input=stdin, capture_output=True, text=True, timeout=timeout_s)
         assert done.returncode == 0 or not check, f"kubectl {words} exited {done.returncode}: {done.stderr}"
         return done
@@ -412,42 +352,40 @@ class Pod:
     def is_ready(self) -> bool:
         return any(one["type"] == "Ready" and one["status"] == "True" for one in self.status.get("conditions", []))
 
-    def log(self, container: str = "", **query: str) -> str:
+    def log(self, container: str = "") -> str:
         """Through the API server and the kubelet."""
-        words = "&".join(f"{key}={value}" for key, value in {"container": container, **query}.items() if value)
-        return str(self.space.call("GET", f"pods/{self.name}/log?{words}")["text"])
+        return str(self.space.call("GET", f"pods/{self.name}/log?container={container}")["text"])
 
-    def run(self, words: Sequence[str], container: str = "", check: bool = True) -> subprocess.CompletedProcess[str]:
+    def run(self, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """Run a program in a container that runs, with its environment."""
-        pid = self._process(container)
+        pid = self._process()
         argv = enter(pid, words)
         done = subprocess.run(argv, env=environment(pid), capture_output=True, text=True, timeout=CALL_S)
-        assert done.returncode == 0 or not check, f"{words} in {self.name} exited {done.returncode}: {done.stderr}"
+        assert done.returncode == 0, f"{words} in {self.name} exited {done.returncode}: {done.stderr}"
         return done
 
-    def kill_process(self, container: str = "", number: signal.Signals = signal.SIGKILL) -> None:
-        """A signal to a container's first process."""
-        os.kill(self._process(container), number)
+    def kill_process(self, container: str = "") -> None:
+        """SIGKILL to a container's first process."""
+        os.kill(self._process(container), signal.SIGKILL)
 
-    def oom(self, container: str = "") -> None:
+    def oom(self, container: str) -> None:
         """Killed as by the kernel, whose memory limit the container met."""
         self._process(container)
         for one in self._run().containers:
-            if one.process and container in ("", one.name):
+            if one.process and one.name == container:
                 one.process.killed_for_memory = True
         self.kill_process(container)
 
-    def evict(self, message: str = "The node was low on resource: ephemeral-storage.") -> None:
+    def evict(self) -> None:
         """By its kubelet: the pod stays, Failed with the reason Evicted."""
-        run = self._run()
-        self.space.cluster._do(_call(lambda: run.evict(message)))
+        self.space.cluster._do(self._run().evict("The node was low on resource: ephemeral-storage."))
 
     def _run(self) -> PodRun:
         run = self.space.cluster.kubelet.find(self.space.name, self.name)
         assert run is not None, f"no pod {self.name} runs"
         return run
 
-    def _process(self, container: str) -> int:
+    def _process(self, container: str = "") -> int:
         """The outer number of a container's first process, once it runs: a pod is Running a moment before."""
         pids: list[int] = []
 
@@ -459,7 +397,3 @@ class Pod:
 
         self.space.wait(runs, f"container {container!r} of pod {self.name} runs")
         return pids[0]
-
-
-async def _call(act: Callable[[], None]) -> None:
-    act()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -9,34 +10,27 @@ import shutil
 import signal
 import ssl
 import subprocess
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
+from waiting import until
+
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "kubernetes" / "1.20.2-1.37"
-START_S = 60.0
 API_PORT = 6443
 ADMIN = "admin"
 # Users without rights until a test binds a role to them; the token of each is NAME-token.
-USERS = ("alice", "bob", "carol")
-
-
-@dataclass(frozen=True)
-class Times:
-    """How soon the cluster notices and reacts; real clusters take 40 s, 300 s and 300 s."""
-
-    node_grace_s: int = 10  # without a heartbeat a node is NotReady
-    eviction_s: int = 5  # then its pods are deleted, where they tolerate no longer
-    backoff_s_max: float = 8.0  # between restarts of a container that crashes; the first comes after 1 s
+USERS = ("alice", "bob")
+# How soon the cluster notices and reacts; real clusters take 40 s and 300 s.
+NODE_GRACE_S = 10  # without a heartbeat a node is NotReady
+EVICTION_S = 5  # then its pods are deleted, where they tolerate no longer
 
 
 class ControlPlane:
     """The four processes on one address of this machine; its ports are the usual ones."""
 
-    def __init__(self, base: Path, address: str, services: str, times: Times, note: Callable[[int], None]) -> None:
+    def __init__(self, base: Path, address: str, services: str, note: Callable[[int], None]) -> None:
         """`services`: the network of cluster IPs; `note`: told each process that is started."""
-        self.base, self.address, self.services, self.times, self._note = base, address, services, times, note
+        self.base, self.address, self.services, self._note = base, address, services, note
         self.url = f"https://{address}:{API_PORT}"
         self.certificate, self.key = base / "keys" / "tls.crt", base / "keys" / "tls.key"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -56,18 +50,17 @@ class ControlPlane:
         own = ["--kubeconfig", str(self.base / "admin.kubeconfig"), "--leader-elect=false", "--port=0"]
         own += ["--secure-port=0", "--kube-api-qps=200", "--kube-api-burst=400"]
         self._spawn("scheduler", [str(CACHE / "kube-scheduler"), *own])
-        grace = self.times.node_grace_s
         self._spawn(
             "controller-manager",
             [str(CACHE / "kube-controller-manager"), *own, f"--service-account-private-key-file={self.key}"]
-            + [f"--root-ca-file={self.certificate}", f"--node-monitor-grace-period={grace}s"]
+            + [f"--root-ca-file={self.certificate}", f"--node-monitor-grace-period={NODE_GRACE_S}s"]
             + ["--node-monitor-period=1s", "--node-startup-grace-period=10s", "--pvclaimbinder-sync-period=2s"]
             + ["--node-eviction-rate=10", "--unhealthy-zone-threshold=0.99", "--pod-eviction-timeout=1s"]
             + ["--horizontal-pod-autoscaler-sync-period=1s"],
         )
 
     def start_api(self) -> None:
-        key, cert, seconds = str(self.key), str(self.certificate), self.times.eviction_s
+        key, cert = str(self.key), str(self.certificate)
         issuer = "https://kubernetes.default.svc.cluster.local"
         self._spawn(
             "apiserver",
@@ -79,18 +72,23 @@ class ControlPlane:
             + [f"--service-account-key-file={cert}", f"--service-account-signing-key-file={key}"]
             + [f"--service-cluster-ip-range={self.services}", f"--kubelet-certificate-authority={cert}"]
             + ["--kubelet-preferred-address-types=InternalIP", "--profiling=false"]
-            + [f"--default-not-ready-toleration-seconds={seconds}"]
-            + [f"--default-unreachable-toleration-seconds={seconds}"],
+            + [f"--default-not-ready-toleration-seconds={EVICTION_S}"]
+            + [f"--default-unreachable-toleration-seconds={EVICTION_S}"],
         )
-        self._wait("apiserver")
+        self._wait_for_api()
 
-    def kill_api(self) -> None:
+    def stop_api(self, hangs: bool) -> None:
         api = self._processes["apiserver"]
-        api.kill()
-        api.wait()
+        api.send_signal(signal.SIGSTOP if hangs else signal.SIGKILL)
+        if not hangs:
+            api.wait()
 
-    def signal_api(self, number: signal.Signals) -> None:
-        self._processes["apiserver"].send_signal(number)
+    def resume_api(self) -> None:
+        api = self._processes["apiserver"]
+        if api.poll() is None:
+            api.send_signal(signal.SIGCONT)
+        else:
+            self.start_api()
 
     def stop(self) -> None:
         for process in self._processes.values():
@@ -100,14 +98,13 @@ class ControlPlane:
 
     def write_kubeconfig(self, path: Path, user: str, namespace: str, token: str | None = None) -> None:
         """A file with the context "test": a user of this cluster, in a namespace."""
-        secret = token or f"{user}-token"
         cluster = {"server": self.url, "certificate-authority": str(self.certificate)}
         context = {"cluster": "test", "user": user, "namespace": namespace}
         config = {
             "apiVersion": "v1",
             "kind": "Config",
             "clusters": [{"name": "test", "cluster": cluster}],
-            "users": [{"name": user, "user": {"token": secret}}],
+            "users": [{"name": user, "user": {"token": token or f"{user}-token"}}],
             "contexts": [{"name": "test", "context": context}],
             "current-context": "test",
         }
@@ -119,12 +116,8 @@ class ControlPlane:
         folder.mkdir()
         gateway = self.services.rpartition(".")[0] + ".1"
         names = "DNS:kubernetes,DNS:kubernetes.default,DNS:kubernetes.default.svc,DNS:localhost,DNS:*.node"
-        addresses = [
-            self.address,
-            gateway,
-            "127.0.0.1",
-            *(f"{self.address.rpartition('.')[0]}.{i}" for i in range(2, 10)),
-        ]
+        network = self.address.rpartition(".")[0]
+        addresses = [self.address, gateway, "127.0.0.1", *(f"{network}.{i}" for i in range(2, 10))]
         openssl = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
         openssl += ["-days", "2", "-keyout", str(self.key), "-out", str(self.certificate), "-subj", "/CN=penstock-test"]
         openssl += ["-addext", f"subjectAltName={names},{','.join(f'IP:{one}' for one in addresses)}"]
@@ -141,26 +134,19 @@ class ControlPlane:
         self._processes[name] = process
         self._note(process.pid)
 
-    def _wait(self, name: str) -> None:
-        deadline = time.monotonic() + START_S
+    def _wait_for_api(self) -> None:
         context = ssl.create_default_context(cafile=str(self.certificate))
-        while True:
-            connection = http.client.HTTPSConnection(self.address, API_PORT, context=context, timeout=5)
-            try:
-                connection.request("GET", "/readyz")
-                if connection.getresponse().status == 200:
-                    return
-            except OSError:
-                pass
-            finally:
-                connection.close()
-            gone = self._processes[name].poll() is not None
-            assert not gone and time.monotonic() < deadline, f"{name} does not start: {self.tail(name)}"
-            time.sleep(0.05)
 
-    def tail(self, name: str) -> str:
-        """The end of a process's log."""
-        return (self.base / "log" / f"{name}.log").read_text("utf-8", "replace")[-3000:]
+        def answers() -> bool:
+            log = (self.base / "log" / "apiserver.log").read_text("utf-8", "replace")[-3000:]
+            assert self._processes["apiserver"].poll() is None, f"the API server does not start: {log}"
+            connection = http.client.HTTPSConnection(self.address, API_PORT, context=context, timeout=5)
+            with contextlib.suppress(OSError), contextlib.closing(connection):
+                connection.request("GET", "/readyz")
+                return connection.getresponse().status == 200
+            return False
+
+        until(answers, "the API server answers")
 
 
 def missing_programs() -> list[str]:

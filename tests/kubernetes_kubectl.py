@@ -1,11 +1,12 @@
 """The tests' kubectl: exec and port-forward by itself, since both need a kubelet's streaming; all else is the real one.
 
 `kubernetes_kubectl.py REAL CONTAINERS words...`: CONTAINERS is the folder where the rig writes which process is which
-container (NAMESPACE/POD/CONTAINER). Standard library only: it starts in 30 ms.
+container (NAMESPACE/POD/CONTAINER). Standard library only: it starts in 40 ms.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
@@ -16,93 +17,73 @@ import time
 from pathlib import Path
 from typing import Any
 
-VALUED = (
-    "-n",
-    "--namespace",
-    "--context",
-    "--kubeconfig",
-    "-c",
-    "--container",
-    "--address",
-    "--pod-running-timeout",
-    "--user",
-)
-
 
 def main() -> int:
     real, containers, words = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
-    flags, rest, command = parse(words)
-    if not rest or rest[0] not in ("exec", "port-forward"):
+    if not {"exec", "port-forward"} & {*words}:
         os.execv(real, [real, *words])
-    verb, target, *ports = rest
-    shared = ("--context", "--kubeconfig", "--namespace", "--user")
-    asked = [real, *(f"{name}={flags[name]}" for name in shared if name in flags)]
+    at = words.index("--") if "--" in words else len(words)
+    options = parser().parse_args(words[:at])
+    place = {name: getattr(options, name) for name in ("context", "namespace")}
+    kubectl = [real, *(f"--{name}={value}" for name, value in place.items() if value)]
+    target = options.target if "/" in options.target else f"pod/{options.target}"
     try:
-        namespace, pod, service = find(asked, target)
+        found = ask([*kubectl, "get", target])
+        pod = found if found["kind"] == "Pod" else pod_of(kubectl, found["spec"]["selector"])
     except subprocess.CalledProcessError as error:
         sys.stderr.write(error.stderr)
         return 1
-    if pod is None:
+    if pod is None or pod["status"].get("phase") != "Running":
         sys.stderr.write("error: unable to forward port because pod is not running. Current status=Pending\n")
         return 1
-    folder = containers / namespace / pod["metadata"]["name"]
-    if verb == "exec":
-        return execute(folder, pod, flags.get("--container"), command)
-    return forward(folder, pod, service, ports, flags.get("--address", "127.0.0.1"))
+    folder = containers / pod["metadata"]["namespace"] / pod["metadata"]["name"]
+    if options.verb == "exec":
+        return execute(folder / (options.container or pod["spec"]["containers"][0]["name"]), words[at + 1 :])
+    near, far = map(int, options.port.split(":"))
+    return forward(folder, near, (pod["status"]["podIP"], port_of(pod, found, far)))
 
 
-def parse(words: list[str]) -> tuple[dict[str, str], list[str], list[str]]:
-    """(flags with values, words without flags, the command after "--")."""
-    command: list[str] = []
-    if "--" in words:
-        at = words.index("--")
-        words, command = words[:at], words[at + 1 :]
-    long = {"-n": "--namespace", "-c": "--container"}
-    flags, rest = {}, []
-    queue = iter(words)
-    for word in queue:
-        name, sign, value = word.partition("=")
-        if name in VALUED:
-            flags[long.get(name, name)] = value if sign else next(queue)
-        elif not word.startswith("-"):
-            rest.append(word)
-    return flags, rest, command
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kubectl")
+    for names in (["--context"], ["--namespace"], ["--container", "-c"], ["--address"], ["--pod-running-timeout"]):
+        parser.add_argument(*names)
+    parser.add_argument("-i", "-it", action="store_true")
+    parser.add_argument("verb")
+    parser.add_argument("target", help="NAME of a pod, or KIND/NAME")
+    parser.add_argument("port", nargs="?", help="NEAR:FAR")
+    return parser
 
 
 def ask(argv: list[str]) -> Any:
-    return json.loads(subprocess.run(argv, capture_output=True, text=True, check=True).stdout)
+    return json.loads(subprocess.run([*argv, "-o", "json"], capture_output=True, text=True, check=True).stdout)
 
 
-def find(kubectl: list[str], target: str) -> tuple[str, Any, Any]:
-    """(namespace, a running pod or None, the service or None) of NAME, pod/NAME, svc/NAME or deployment/NAME."""
-    kind, _, name = target.rpartition("/")
-    found = ask([*kubectl, "get", kind or "pod", name, "-o", "json"])
-    namespace = found["metadata"]["namespace"]
-    if found["kind"] == "Pod":
-        return namespace, found if found["status"].get("phase") == "Running" else None, None
-    spec = found["spec"]
-    labels = spec["selector"] if found["kind"] == "Service" else spec["selector"]["matchLabels"]
-    selector = ",".join(f"{key}={value}" for key, value in labels.items())
-    pods = ask([*kubectl, "get", "pods", "-l", selector, "-o", "json"])["items"]
-    alive = [
-        pod for pod in pods if pod["status"].get("phase") == "Running" and "deletionTimestamp" not in pod["metadata"]
-    ]
-    alive.sort(key=lambda pod: not is_ready(pod))
-    return namespace, alive[0] if alive else None, found if found["kind"] == "Service" else None
+def pod_of(kubectl: list[str], selector: dict[str, Any]) -> Any:
+    """One that runs, of a Service or a Deployment, better a ready one; None where there is none."""
+    labels = ",".join(f"{key}={value}" for key, value in selector.get("matchLabels", selector).items())
+    pods = ask([*kubectl, "get", "pods", "-l", labels, "--field-selector=status.phase=Running"])["items"]
+    alive = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+    return max(alive, key=is_ready, default=None)
 
 
 def is_ready(pod: Any) -> bool:
     return any(one["type"] == "Ready" and one["status"] == "True" for one in pod["status"].get("conditions", []))
 
 
-def execute(folder: Path, pod: Any, container: str | None, command: list[str]) -> int:
-    name = container or pod["spec"]["containers"][0]["name"]
+def port_of(pod: Any, service: Any, port: int) -> int:
+    """The container's port of a service's port."""
+    named = {one["name"]: one["containerPort"] for each in pod["spec"]["containers"] for one in each.get("ports", [])}
+    [target] = [one["targetPort"] for one in service["spec"]["ports"] if one["port"] == port]
+    return int(named.get(target, target))
+
+
+def execute(container: Path, command: list[str]) -> int:
     try:
-        outer = json.loads((folder / name).read_text("utf-8"))["pid"]
+        outer = container.read_text("utf-8")
         pid = Path(f"/proc/{outer}/task/{outer}/children").read_text("utf-8").split()[0]
         pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
     except (OSError, IndexError):
-        sys.stderr.write(f'error: unable to upgrade connection: container not found ("{name}")\n')
+        sys.stderr.write(f'error: unable to upgrade connection: container not found ("{container.name}")\n')
         return 1
     env = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
     argv = ["nsenter", "-t", pid, "--net", "--uts", "--ipc", "--mount", "--pid", "--", *command]
@@ -112,34 +93,15 @@ def execute(folder: Path, pod: Any, container: str | None, command: list[str]) -
     return code
 
 
-def forward(folder: Path, pod: Any, service: Any, ports: list[str], address: str) -> int:
+def forward(folder: Path, near: int, place: tuple[str, int]) -> int:
     """Until the pod is gone."""
-    listeners = []
-    for words in ports:
-        local, sign, remote = words.partition(":")
-        far = port_of(pod, service, remote or local)
-        listener = socket.create_server((address, int(local or 0) if sign else int(local)))
-        listeners.append(listener)
-        print(f"Forwarding from {address}:{listener.getsockname()[1]} -> {far}", flush=True)
-        threading.Thread(target=accept, args=(listener, (pod["status"]["podIP"], far)), daemon=True).start()
+    listener = socket.create_server(("127.0.0.1", near))
+    print(f"Forwarding from 127.0.0.1:{near} -> {place[1]}", flush=True)
+    threading.Thread(target=accept, args=(listener, place), daemon=True).start()
     while folder.is_dir():
         time.sleep(0.2)
     sys.stderr.write("error: lost connection to pod\n")
     return 1
-
-
-def port_of(pod: Any, service: Any, port: str) -> int:
-    """The container's port of a port's number or name, of the service where there is one."""
-    named: dict[Any, Any] = {}
-    for container in pod["spec"]["containers"]:
-        named |= {one["name"]: one["containerPort"] for one in container.get("ports", []) if "name" in one}
-    if service is not None:
-        for one in service["spec"]["ports"]:
-            if port in (str(one["port"]), one.get("name")):
-                target = one.get("targetPort", one["port"])
-                return int(named.get(target, target))
-        sys.exit(f"error: Service {service['metadata']['name']} does not have a service port {port}")
-    return int(named.get(port, port))
 
 
 def accept(listener: socket.socket, place: tuple[str, int]) -> None:
@@ -149,8 +111,7 @@ def accept(listener: socket.socket, place: tuple[str, int]) -> None:
         try:
             far = socket.create_connection(place, timeout=10)
         except OSError as error:
-            sys.stderr.write(f"E an error occurred forwarding {listener.getsockname()[1]} -> {place[1]}: {error}\n")
-            sys.stderr.write("error: lost connection to pod\n")
+            sys.stderr.write(f"E an error occurred forwarding to {place[1]}: {error}\nerror: lost connection to pod\n")
             sys.stderr.flush()
             os._exit(1)
         far.settimeout(None)

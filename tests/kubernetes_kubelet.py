@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from typing import Any
 
 import httpx
 from kubernetes_api import MERGE, Api, ApiError, Object, Table
-from kubernetes_control_plane import Times
 from kubernetes_pod import ContainerRun, PodRun
 from kubernetes_sandbox import now
 
@@ -36,14 +34,13 @@ class NodeState:
     name: str
     address: str
     connected: asyncio.Event = field(default_factory=asyncio.Event)
-    is_on: bool = True
 
 
 class Kubelet:
     """Runs on an event loop of its own thread; kubernetes_cluster.py calls it from there."""
 
-    def __init__(self, base: Path, api: Api, slot: int, times: Times, note: Callable[[int], None]) -> None:
-        self.base, self.api, self.times, self.note = base, api, times, note
+    def __init__(self, base: Path, api: Api, slot: int, note: Callable[[int], None]) -> None:
+        self.base, self.api, self.note = base, api, note
         self.bridge = f"pk{slot}"
         self.network = f"10.77.{slot}"
         self.name_server = f"10.78.{slot}.10"
@@ -79,24 +76,15 @@ class Kubelet:
         return {"holderIdentity": node.name, "leaseDurationSeconds": 40, "renewTime": stamp}
 
     def _status(self, node: NodeState, resources: dict[str, str]) -> Object:
-        ready = {
-            "type": "Ready",
-            "status": "True",
-            "reason": "KubeletReady",
-            "message": "kubelet is posting ready status",
-        }
+        ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "lastHeartbeatTime": now()}
         return {
             "capacity": resources,
             "allocatable": resources,
             "addresses": [{"type": "InternalIP", "address": node.address}, {"type": "Hostname", "address": node.name}],
             "daemonEndpoints": {"kubeletEndpoint": {"Port": KUBELET_PORT}},
-            "conditions": [ready | {"lastHeartbeatTime": now(), "lastTransitionTime": now()}],
-            "nodeInfo": {
-                "kubeletVersion": "v1.20.2", "kubeProxyVersion": "v1.20.2", "operatingSystem": "linux",
-                "architecture": "amd64", "containerRuntimeVersion": "local://1", "kernelVersion": "6.1",
-                "osImage": "Debian", "machineID": node.name, "systemUUID": node.name, "bootID": node.name,
-            },
-        }  # fmt: skip
+            "conditions": [ready | {"lastTransitionTime": now()}],
+            "nodeInfo": {"kubeletVersion": "v1.20.2", "operatingSystem": "linux", "architecture": "amd64"},
+        }
 
     async def _heartbeat(self, node: NodeState, resources: dict[str, str]) -> None:
         """Its lease; its status every fifth time, and after it was away."""
@@ -113,41 +101,25 @@ class Kubelet:
                 n_beats += 1
                 await self.api.call("PATCH", f"{LEASES}/{node.name}", {"spec": self._lease(node)}, MERGE)
 
-    async def disconnect(self, name: str) -> None:
-        """The network of a node and its pods is cut; they run on."""
-        node = self.nodes[name]
-        node.connected.clear()
-        for run in self._of(node):
-            if run.sandbox is not None:
-                await run.sandbox.cable("down")
-
     async def power_off(self, name: str) -> None:
         """The network first, so no peer is told; then all processes."""
-        await self.disconnect(name)
         node = self.nodes[name]
-        node.is_on = False
-        for run in self._of(node):
+        node.connected.clear()
+        runs = [run for run in self.pods.values() if run.node is node]
+        for run in runs:
+            if run.sandbox is not None:
+                await run.sandbox.unplug()
+        for run in runs:
             self.pods.pop(run.uid)
             task = self._runs.pop(run.uid)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     async def connect(self, name: str) -> None:
-        """The node is back: what was deleted while it was away ends, and after a power loss all others start again."""
-        node = self.nodes[name]
-        was_on, node.is_on = node.is_on, True
-        node.connected.set()
-        for run in self._of(node):
-            if run.sandbox is not None:
-                await run.sandbox.cable("up")
-            item = self.table.objects.get((run.namespace, run.name))
-            run.update(item if item and item["metadata"]["uid"] == run.uid else None)
-        if not was_on:
-            for item in list(self.table.objects.values()):
-                self._changed(None, item)
-
-    def _of(self, node: NodeState) -> list[PodRun]:
-        return [run for run in list(self.pods.values()) if run.node is node]
+        """The node is back: what was deleted while it was away ends, all others start again."""
+        self.nodes[name].connected.set()
+        for item in list(self.table.objects.values()):
+            self._changed(None, item)
 
     # ---- pods --------------------------------------------------------------------------------------------------------
 
@@ -164,14 +136,13 @@ class Kubelet:
             self._start(node, new)
 
     def _start(self, node: NodeState, pod: Object) -> None:
-        is_done = pod["status"].get("phase") in ("Succeeded", "Failed")
         is_deleted = "deletionTimestamp" in pod["metadata"]
-        if is_done and not is_deleted:
+        phase = pod["status"].get("phase", "Pending")
+        if phase in ("Succeeded", "Failed") and not is_deleted:
             return
-        run = PodRun(self, node, pod)
-        self.pods[run.uid] = run
+        self.pods[pod["metadata"]["uid"]] = run = PodRun(self, node, pod)
         if is_deleted:
-            run.phase = pod["status"].get("phase", "Pending")
+            run.phase = phase
             run.update(pod)
         self._runs[run.uid] = self.spawn(self._run(run))
 
@@ -186,26 +157,24 @@ class Kubelet:
     def find(self, namespace: str, name: str) -> PodRun | None:
         return next((run for run in self.pods.values() if (run.namespace, run.name) == (namespace, name)), None)
 
-    def is_swept(self, namespace: str) -> bool:
-        """Whether a test is over: its pods have no grace."""
-        return namespace in self.swept
+    async def sweep(self, namespace: str) -> None:
+        """A test is over: its pods have no grace."""
+        self.swept.add(namespace)
+        for run in self.pods.values():
+            if run.namespace == namespace:
+                run.hurry.set()
+                run.ending.set()
 
     def register(self, pod: PodRun, run: ContainerRun) -> None:
         """Write down where a container is, for the tests' kubectl."""
-        path = self._registered(pod, run)
-        path.parent.mkdir(parents=True, exist_ok=True)
         assert run.process is not None
-        path.write_text(json.dumps({"pid": run.process.process.pid, "address": pod.address}), "utf-8")
-
-    def unregister(self, pod: PodRun, run: ContainerRun) -> None:
-        self._registered(pod, run).unlink(missing_ok=True)
+        folder = self.base / "run" / "containers" / pod.namespace / pod.name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / run.name).write_text(str(run.process.process.pid), "utf-8")
 
     def forget(self, pod: PodRun) -> None:
         """The pod is over; its port-forwards end."""
         shutil.rmtree(self.base / "run" / "containers" / pod.namespace / pod.name, ignore_errors=True)
-
-    def _registered(self, pod: PodRun, run: ContainerRun) -> Path:
-        return self.base / "run" / "containers" / pod.namespace / pod.name / run.name
 
     # ---- what pods share ---------------------------------------------------------------------------------------------
 
@@ -250,10 +219,6 @@ class Kubelet:
 
     def free_address(self, address: str) -> None:
         self._free.append(address)
-
-    def next_number(self) -> int:
-        self._number += 1
-        return self._number
 
     def spawn(self, work: Any) -> asyncio.Task[Any]:
         """A task that is held until it ends; an error of it is kept for the test that looks."""

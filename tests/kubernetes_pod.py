@@ -14,20 +14,14 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from kubernetes_api import MERGE, ApiError, Object
 from kubernetes_sandbox import ContainerProcess, Sandbox, execute, now
-from kubernetes_volumes import (
-    NotYet,
-    environment_of,
-    expand,
-    memory_volumes,
-    mounts_of,
-    prepare_volumes,
-)
+from kubernetes_volumes import NotYet, environment_of, expand, memory_volumes, mounts_of, prepare_volumes
 
 if TYPE_CHECKING:
     from kubernetes_kubelet import Kubelet, NodeState
 
 RETRY_S = 0.5
-BACKOFF_S_MIN = 1.0
+BACKOFF_S_MIN, BACKOFF_S_MAX = 1.0, 8.0  # the kubelet's are 10 s and 300 s
+PROBE_S, UNREADY_AFTER = 1.0, 3  # what a kubelet takes where a probe does not say; penstock's do not
 STEADY_S = 20.0  # after so long a run the back-off begins anew; the kubelet's is 600 s
 ABSENT_REGISTRY = "missing.example/"  # images whose pull fails
 KUBELETS = {"Initialized", "Ready", "ContainersReady"}  # conditions that the kubelet writes
@@ -36,20 +30,18 @@ KUBELETS = {"Initialized", "Ready", "ContainersReady"}  # conditions that the ku
 class ContainerRun:
     """A container over all its restarts, and what its status says."""
 
-    def __init__(self, spec: Object, is_init: bool, before: Object | None) -> None:
+    def __init__(self, spec: Object, is_init: bool) -> None:
         self.spec, self.name, self.is_init = spec, str(spec["name"]), is_init
         self.process: ContainerProcess | None = None
-        self.state: Object = {"waiting": {"reason": "PodInitializing" if not is_init else "ContainerCreating"}}
+        self.state: Object = {"waiting": {"reason": "ContainerCreating" if is_init else "PodInitializing"}}
         self.last: Object = {}
         self.restarts = 0
         self.is_ready = False
-        if before is not None:  # the node was off
-            self.restarts, self.last = before["restartCount"] + 1, before["state"]
         self._delay_s = BACKOFF_S_MIN
 
-    def backoff_s(self, ran_s: float, most_s: float) -> float:
+    def backoff_s(self, ran_s: float) -> float:
         self._delay_s = BACKOFF_S_MIN if ran_s > STEADY_S else self._delay_s
-        delay_s, self._delay_s = self._delay_s, min(self._delay_s * 2, most_s)
+        delay_s, self._delay_s = self._delay_s, min(self._delay_s * 2, BACKOFF_S_MAX)
         return delay_s
 
     def status(self, uid: str) -> Object:
@@ -80,17 +72,15 @@ class PodRun:
         self.folder = kubelet.base / "pods" / self.uid
         self.logs = kubelet.base / "log" / "pods" / self.uid
         self.ending = asyncio.Event()  # deleted, or evicted
+        self.hurry = asyncio.Event()  # nothing is waited for any more
         self.is_gone = False  # the object does not exist any more
         self.grace_s: float | None = None
         self.sandbox: Sandbox | None = None
         self.address = ""
         self.phase, self.reason, self.message = "Pending", "", ""
         self.started_at = now()
-        old = pod.get("status", {})
-        was = {one["name"]: one for one in old.get("containerStatuses", []) + old.get("initContainerStatuses", [])}
-        spec = pod["spec"]
-        self.inits = [ContainerRun(one, True, was.get(one["name"])) for one in spec.get("initContainers", [])]
-        self.containers = [ContainerRun(one, False, was.get(one["name"])) for one in spec["containers"]]
+        self.inits = [ContainerRun(one, True) for one in pod["spec"].get("initContainers", [])]
+        self.containers = [ContainerRun(one, False) for one in pod["spec"]["containers"]]
         self._told: Object = {}
         self._telling = asyncio.Lock()
 
@@ -115,7 +105,8 @@ class PodRun:
     def update(self, pod: Object | None) -> None:
         """The object changed; None: it was removed, so nothing is left to wait for."""
         if pod is None:
-            self.is_gone, self.grace_s = True, 0
+            self.is_gone = True
+            self.hurry.set()
         else:
             self.pod = pod
             if "deletionTimestamp" not in pod["metadata"]:
@@ -131,7 +122,7 @@ class PodRun:
         self.address = self.kubelet.take_address()
         self.sandbox = Sandbox(self.kubelet.base, self.folder, self._hostname(), self.kubelet.note)
         memory = memory_volumes(self.pod, self.folder)
-        await self.sandbox.start(self.kubelet.bridge, self.address, self.kubelet.next_number(), memory)
+        await self.sandbox.start(self.kubelet.bridge, self.address, memory)
         await self.tell()
         volumes = await self._until_there(self._volumes, None)
         for run in self.inits:
@@ -150,11 +141,10 @@ class PodRun:
         volumes = await prepare_volumes(self.kubelet.api, self.pod, self.folder, self.kubelet.base / "claims")
         etc = self.folder / "etc"
         etc.mkdir(exist_ok=True)
-        hosts = [f"{entry['ip']} {' '.join(entry['hostnames'])}" for entry in self.pod["spec"].get("hostAliases", [])]
         name = self._hostname()
         if subdomain := self.pod["spec"].get("subdomain"):
             name = f"{name}.{subdomain}.{self.namespace}.svc.cluster.local {name}"
-        (etc / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{self.address} {name}", *hosts, ""]))
+        (etc / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{self.address} {name}", ""]))
         (etc / "hostname").write_text(self._hostname() + "\n")
         (etc / "nsswitch.conf").write_text("passwd: files\ngroup: files\nshadow: files\nhosts: files dns\n")
         search = f"{self.namespace}.svc.cluster.local svc.cluster.local cluster.local"
@@ -174,7 +164,7 @@ class PodRun:
             code = await self._once(run, env, volumes)
             if (code == 0 and (run.is_init or policy == "OnFailure")) or policy == "Never":
                 return code == 0
-            delay_s = run.backoff_s(time.monotonic() - began, self.kubelet.times.backoff_s_max)
+            delay_s = run.backoff_s(time.monotonic() - began)
             run.last, ended = run.state, f"{self.name}_{self.namespace}({self.uid})"
             words = f"back-off {delay_s:.0f}s restarting failed container={run.name} pod={ended}"
             run.state = {"waiting": {"reason": "CrashLoopBackOff", "message": words}}
@@ -196,7 +186,6 @@ class PodRun:
             env,
             mounts_of(run.spec, volumes),
             self.logs / run.name / f"{run.restarts}.log",
-            workdir=run.spec.get("workingDir", "/"),
             is_root_read_only=(run.spec.get("securityContext") or {}).get("readOnlyRootFilesystem", False),
         )
         run.state = {"running": {"startedAt": run.process.started_at}}
@@ -212,7 +201,6 @@ class PodRun:
         finally:
             probing.cancel()
             run.is_ready = False
-            self.kubelet.unregister(self, run)
         reason = "OOMKilled" if run.process.killed_for_memory else "Completed" if code == 0 else "Error"
         ended: Object = {"exitCode": code, "reason": reason, "startedAt": run.process.started_at, "finishedAt": now()}
         if code and run.spec.get("terminationMessagePolicy") == "FallbackToLogsOnError":
@@ -251,29 +239,29 @@ class PodRun:
                 await asyncio.sleep(1.0)
             self.event("BackOff", f'Back-off pulling image "{image}"', run)
             self.event("Failed", "Error: ImagePullBackOff", run, "Warning")
-            await asyncio.sleep(self.kubelet.times.backoff_s_max)
+            await asyncio.sleep(BACKOFF_S_MAX)
 
     async def _end(self, life: asyncio.Task[None]) -> None:
         """SIGTERM, the grace period, SIGKILL; then the object goes."""
         life.cancel()
         await asyncio.wait({life})
-        grace_s = 0 if self.is_gone or self.kubelet.is_swept(self.namespace) else self.grace_s or 0
+        grace_s = 0 if self.hurry.is_set() or self.namespace in self.kubelet.swept else self.grace_s or 0
         alive = [
             run for run in [*self.inits, *self.containers] if run.process and run.process.process.returncode is None
         ]
+        exits = []
         for run in alive:
             assert run.process is not None
             self.event("Killing", f"Stopping container {run.name}", run)
             hook = (run.spec.get("lifecycle") or {}).get("preStop", {}).get("exec")
             if hook and grace_s:
                 await execute(run.process, hook["command"], grace_s)
-            run.process.send(signal.SIGTERM if grace_s else signal.SIGKILL)
-        exits = [asyncio.create_task(run.process.wait()) for run in alive if run.process]
-        deadline = time.monotonic() + grace_s
-        while exits and time.monotonic() < deadline and not self.is_gone and not self.kubelet.is_swept(self.namespace):
-            done, _ = await asyncio.wait(exits, timeout=0.2)
-            if len(done) == len(exits):
-                break
+            run.process.send(signal.SIGTERM)
+            exits.append(asyncio.create_task(run.process.wait()))
+        if exits and grace_s:
+            hurry = asyncio.create_task(self.hurry.wait())
+            await asyncio.wait({asyncio.gather(*exits), hurry}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            hurry.cancel()
         for run in alive:
             assert run.process is not None
             run.process.send(signal.SIGKILL)
@@ -283,7 +271,6 @@ class PodRun:
             ended = {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": now()}
             run.state = {"terminated": ended | {"startedAt": run.process.started_at}}
             run.is_ready = False
-            self.kubelet.unregister(self, run)
         await self._clear()
         if self.reason == "Evicted":
             await self.tell()
@@ -297,7 +284,7 @@ class PodRun:
         with contextlib.suppress(ApiError):
             await self.kubelet.write(self.node, "DELETE", self.path, body)
 
-    def evict(self, message: str) -> None:
+    async def evict(self, message: str) -> None:
         self.phase, self.reason, self.message, self.grace_s = "Failed", "Evicted", message, 0
         self.event("Evicted", message, None, "Warning")
         self.ending.set()
@@ -321,37 +308,27 @@ class PodRun:
         probe = run.spec.get("readinessProbe")
         if probe is None:
             return
-        await asyncio.sleep(probe.get("initialDelaySeconds", 0))
-        failures = successes = 0
+        n_failures = 0
         while True:
             is_well = await self._ask(probe, run, process)
-            failures, successes = (0, successes + 1) if is_well else (failures + 1, 0)
-            is_ready = successes >= probe.get("successThreshold", 1)
+            n_failures = 0 if is_well else n_failures + 1
             if not is_well:
                 self.event("Unhealthy", "Readiness probe failed", run, "Warning")
-                is_ready = run.is_ready and failures < probe.get("failureThreshold", 3)
+            is_ready = is_well or (run.is_ready and n_failures < UNREADY_AFTER)
             if is_ready != run.is_ready:
                 run.is_ready = is_ready
                 await self.tell()
-            await asyncio.sleep(probe.get("periodSeconds", 10))
+            await asyncio.sleep(probe["periodSeconds"])
 
     async def _ask(self, probe: Object, run: ContainerRun, process: ContainerProcess) -> bool:
-        timeout_s = probe.get("timeoutSeconds", 1)
         if "exec" in probe:
-            return await execute(process, probe["exec"]["command"], timeout_s)
-        place = probe.get("httpGet") or probe["tcpSocket"]
-        names = {port.get("name"): port["containerPort"] for port in run.spec.get("ports", [])}
-        port = names.get(place["port"], place["port"])
+            return await execute(process, probe["exec"]["command"], PROBE_S)
+        place = probe["httpGet"]
+        [port] = [port["containerPort"] for port in run.spec["ports"] if port["name"] == place["port"]]
         try:
-            if "tcpSocket" in probe:
-                _, writer = await asyncio.wait_for(asyncio.open_connection(self.address, port), timeout_s)
-                writer.close()
-                return True
-            headers = {header["name"]: header["value"] for header in place.get("httpHeaders", [])}
-            url = f"http://{self.address}:{port}{place.get('path', '/')}"
-            answer = await self.kubelet.plain.get(url, headers=headers, timeout=timeout_s)
+            answer = await self.kubelet.plain.get(f"http://{self.address}:{port}{place['path']}", timeout=PROBE_S)
             return 200 <= answer.status_code < 400
-        except (OSError, httpx.TransportError):  # TimeoutError is an OSError
+        except httpx.TransportError:
             return False
 
     def event(self, reason: str, message: str, run: ContainerRun | None, kind: str = "Normal") -> None:
@@ -373,17 +350,14 @@ class PodRun:
         is_initialized = all(run.is_ready for run in self.inits)
         are_ready = self.phase == "Running" and all(run.is_ready for run in self.containers)
         unready = [run.name for run in self.containers if not run.is_ready]
-        words = "" if are_ready else f"containers with unready status: [{' '.join(unready)}]"
-        is_done = self.phase == "Succeeded"
-        why = "PodCompleted" if is_done else "" if are_ready else "ContainersNotReady"
+        words = f"containers with unready status: [{' '.join(unready)}]"
+        why = "PodCompleted" if self.phase == "Succeeded" else "ContainersNotReady"
         status: Object = {
             "phase": self.phase,
             "hostIP": self.node.address,
             "startTime": self.started_at,
             "conditions": [
-                self._condition(
-                    "Initialized", is_initialized, "" if is_initialized else "ContainersNotInitialized", ""
-                ),
+                self._condition("Initialized", is_initialized, "ContainersNotInitialized", ""),
                 self._condition("Ready", are_ready, why, words),
                 self._condition("ContainersReady", are_ready, why, words),
                 *(one for one in self.pod["status"].get("conditions", []) if one["type"] not in KUBELETS),
@@ -401,7 +375,7 @@ class PodRun:
         before = next((one for one in self._told.get("conditions", []) if one["type"] == kind), None)
         since = before["lastTransitionTime"] if before and before["status"] == value else now()
         found = {"type": kind, "status": value, "lastProbeTime": None, "lastTransitionTime": since}
-        return found | ({"reason": reason} if reason else {}) | ({"message": message} if message and reason else {})
+        return found if is_so else found | {"reason": reason, "message": message}
 
     def _hostname(self) -> str:
         return str(self.pod["spec"].get("hostname") or self.name)

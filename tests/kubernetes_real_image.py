@@ -24,7 +24,7 @@ BUSYBOX = Path("/bin/busybox")
 PACKAGES = ("msgspec", "psutil", "pyyaml")
 COMMANDS = ("sh", "env", "test", "sleep", "cat", "ls", "id", "stat", "touch", "df")
 LEFT_OUT = re.compile(
-    r"(test|tests|idlelib|tkinter|turtledemo|ensurepip|lib2to3|__pycache__|_tkinter.*|site-packages|config-.*)$"
+    r"test|tests|idlelib|tkinter|turtledemo|ensurepip|lib2to3|__pycache__|_tkinter.*|site-packages|config-.*"
 )
 
 
@@ -43,15 +43,15 @@ def write_image(path: Path) -> None:
     manifest = [{"Config": "config.json", "RepoTags": [f"docker.io/library/{IMAGE}"], "Layers": ["layer.tar"]}]
     with tarfile.open(path, "w") as tar:
         tar.add(layer, "layer.tar")
-        _add_file(tar, "config.json", json.dumps(config).encode())
-        _add_file(tar, "manifest.json", json.dumps(manifest).encode())
+        _add(tar, "config.json", json.dumps(config).encode())
+        _add(tar, "manifest.json", json.dumps(manifest).encode())
     layer.unlink()
 
 
 def _fill(tar: tarfile.TarFile) -> None:
-    for name, mode in (("tmp", 0o1777), ("etc", 0o755), ("proc", 0o755), ("sys", 0o755), ("dev", 0o755)):
-        _add_folder(tar, name, mode)
-    _add_file(tar, "etc/passwd", b"root:x:0:0:root:/:/bin/sh\n")
+    for name in ("tmp", "etc", "proc", "sys", "dev"):
+        _add(tar, name, mode=0o1777 if name == "tmp" else 0o755, kind=tarfile.DIRTYPE)
+    _add(tar, "etc/passwd", b"root:x:0:0:root:/:/bin/sh\n")
     tar.add(BUSYBOX, "bin/busybox", filter=_owned)
     for name in COMMANDS:
         _add_link(tar, f"bin/{name}", "busybox")
@@ -63,12 +63,8 @@ def _fill(tar: tarfile.TarFile) -> None:
     packages = [path for name in PACKAGES for path in _files_of(name)]
     for path, name in packages:
         tar.add(path, f"usr/local/lib/{version}/site-packages/{name}", filter=_owned)
-    objects = [
-        BUSYBOX,
-        program,
-        *(library / "lib-dynload").glob("*.so"),
-        *(path for path, _ in packages if path.suffix == ".so"),
-    ]
+    libraries = [path for path, _ in packages if path.suffix == ".so"]
+    objects = [BUSYBOX, program, *(library / "lib-dynload").glob("*.so"), *libraries]
     for shared in sorted(_needed(objects)):
         # Libraries of this Python itself are found next to it, all others in the loader's default folders.
         own = Path(shared).is_relative_to(base)
@@ -95,16 +91,12 @@ def _owned(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
     return info
 
 
-def _add_file(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+def _add(
+    tar: tarfile.TarFile, name: str, content: bytes = b"", mode: int = 0o644, kind: bytes = tarfile.REGTYPE
+) -> None:
     info = tarfile.TarInfo(name)
-    info.size, info.mode = len(content), 0o644
+    info.type, info.mode, info.size = kind, mode, len(content)
     tar.addfile(info, io.BytesIO(content))
-
-
-def _add_folder(tar: tarfile.TarFile, name: str, mode: int) -> None:
-    info = tarfile.TarInfo(name)
-    info.type, info.mode = tarfile.DIRTYPE, mode
-    tar.addfile(info)
 
 
 def _add_link(tar: tarfile.TarFile, name: str, to: str) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,10 @@ from kubernetes_cluster import Cluster, Pod
 from kubernetes_control_plane import ADMIN, CACHE
 from kubernetes_kubelet import KUBELET_PORT
 from kubernetes_real_image import BUSYBOX, IMAGE, write_image
+from waiting import until
 
 NAME = "node-1"
 PLUGINS = Path("/usr/lib/cni")
-START_S = 60.0
 # What the kubelet sets on its machine: https://github.com/kubernetes/kubernetes/blob/v1.20.2/pkg/util/sysctl/sysctl.go
 KERNEL = {
     "vm/overcommit_memory": "1",
@@ -199,19 +198,13 @@ class RealNode:
                 env={"PATH": path, "HOME": str(self.folder)}, start_new_session=True, cwd="/",
             )  # fmt: skip
         note_pid(self.cluster.base, self._process.pid)
-        deadline = time.monotonic() + START_S
-        while not self._is_ready():
-            is_alive = self._process.poll() is None
-            assert is_alive and time.monotonic() < deadline, f"the node does not start: {self.tail()}"
-            time.sleep(0.1)
-        note_pid(self.cluster.base, self._init())
-
-    def _init(self) -> int:
-        """The first process of the namespaces: when it is gone, so is everything there."""
+        until(self._is_ready, "the node is ready")
+        # The first process of the namespaces: when it is gone, so is everything there.
         pid = self._process.pid
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text("utf-8").split()[0])
+        note_pid(self.cluster.base, int(Path(f"/proc/{pid}/task/{pid}/children").read_text("utf-8").split()[0]))
 
     def _is_ready(self) -> bool:
+        assert self._process.poll() is None, f"the node does not start: {self.tail()}"
         try:
             return self.cluster.node(NAME).is_ready
         except ApiError:

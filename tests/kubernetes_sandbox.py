@@ -59,7 +59,7 @@ mount --bind {site} .{packages}
 {read_only}
 pivot_root . .
 umount -l .
-cd {workdir}
+cd /
 exec env -i {env} {command}
 """
 
@@ -116,34 +116,30 @@ class Sandbox:
         assert self._pause is not None
         return self._pause.pid
 
-    async def start(self, bridge: str, address: str, number: int, memory: Mapping[Path, int | None]) -> None:
-        """`memory`: folders that become memory volumes, with their limits in bytes; `number`: of the pod's cable."""
+    async def start(self, bridge: str, address: str, memory: Mapping[Path, int | None]) -> None:
+        """`memory`: folders that become memory volumes, with their limits in bytes."""
         self.folder.mkdir(parents=True, exist_ok=True)
         options = {path: "" if size is None else f",size={size}" for path, size in memory.items()}
         lines = [f"mount -t tmpfs -o mode=1777{more} tmpfs {shlex.quote(str(at))}" for at, more in options.items()]
         script = PAUSE.format(name=self.name, memory="\n".join(lines))
         unshare = ["unshare", "--net", "--mount", "--uts", "--ipc", "bash", "-c", script]
-        pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-        env = {"PATH": PATH}
-        self._pause = await asyncio.create_subprocess_exec(
-            *unshare, stdin=null, stdout=pipe, stderr=asyncio.subprocess.STDOUT, env=env, start_new_session=True
-        )
+        self._pause = await _spawn(unshare)
         self._note(self.pid)
         assert self._pause.stdout is not None
         said = await self._pause.stdout.readline()
         assert said == b"ready\n", f"no sandbox: {said + await self._pause.stdout.read()!r}"
         # The gateway's address is this machine's, where the cluster IPs are.
+        network, _, number = address.rpartition(".")
         self.leg = f"{bridge}-{number}"
-        mac = f"02:70:6b:{int(address.split('.')[2]):02x}:00:{int(address.split('.')[3]):02x}"
+        mac = f"02:70:6b:{int(network.split('.')[2]):02x}:00:{int(number):02x}"
         outside = [f"link add {self.leg} type veth peer name eth0 address {mac} netns {self.pid}"]
-        gateway = address.rpartition(".")[0] + ".1"
-        inside = [f"addr add {address}/24 dev eth0", "link set eth0 up", f"route add default via {gateway}"]
+        inside = [f"addr add {address}/24 dev eth0", "link set eth0 up", f"route add default via {network}.1"]
         await ip([*outside, f"link set {self.leg} master {bridge} up"])
         await ip(inside, enter=self.pid)
 
-    async def cable(self, state: str) -> None:
-        """Its network cable "up" or "down"."""
-        await ip([f"link set {self.leg} {state}"], check=False)
+    async def unplug(self) -> None:
+        """Its network cable."""
+        await ip([f"link set {self.leg} down"], check=False)
 
     async def stop(self) -> None:
         """The cable goes now: the kernel takes its time with namespaces."""
@@ -163,7 +159,6 @@ class Sandbox:
         mounts: Sequence[Mount],
         log: Path,
         *,
-        workdir: str = "/",
         is_root_read_only: bool = False,
     ) -> ContainerProcess:
         """Start a container; its output goes to `log`, each line after its time."""
@@ -178,7 +173,6 @@ class Sandbox:
             base=self.base,
             mounts="\n".join(map(_mount_line, sorted(mounts, key=lambda mount: mount.target.count("/")))),
             read_only="mount -o remount,bind,ro ." if is_root_read_only else "",
-            workdir=shlex.quote(workdir),
             env=shlex.join(f"{name}={value}" for name, value in env.items()),
             command=shlex.join(words),
         )
@@ -186,20 +180,20 @@ class Sandbox:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(script, "utf-8")
         argv = ["nsenter", "-t", str(self.pid), *SPACES, "--", "unshare", "--mount", sys.executable, "-IS", str(INIT)]
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            "bash",
-            str(file),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={"PATH": PATH},
-            start_new_session=True,
-        )
+        process = await _spawn([*argv, "bash", str(file)])
         self._note(process.pid)
         assert process.stdout is not None
         log.touch()
         return ContainerProcess(process, log, asyncio.create_task(_copy(process.stdout, log)))
+
+
+async def _spawn(argv: Sequence[str]) -> asyncio.subprocess.Process:
+    """A process in a session of its own, whose output and errors are one pipe."""
+    null, pipe, output = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
+    env = {"PATH": PATH}
+    return await asyncio.create_subprocess_exec(
+        *argv, stdin=null, stdout=pipe, stderr=output, env=env, start_new_session=True
+    )
 
 
 async def execute(container: ContainerProcess, words: Sequence[str], timeout_s: float) -> bool:

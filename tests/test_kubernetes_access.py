@@ -19,7 +19,7 @@ from penstock.errors import PenstockError, UserError
 from penstock.hardware.network import free_port
 from penstock.targets.kubernetes import access
 from penstock.targets.kubernetes import api as api_module
-from penstock.targets.kubernetes.api import Api, ApiError, connect
+from penstock.targets.kubernetes.api import ApiError, connect
 from penstock.wire.client import Client
 
 CONTEXTS: list[dict[str, object]] = [
@@ -71,31 +71,16 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.fixture
-def api(kubectl: Path) -> Iterator[Api]:
-    yield connect()
-    access.proxy_of("a").end()
-
-
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_the_context_gives_the_namespace(kubectl: Path) -> None:
+def test_a_context_is_the_current_one_or_the_one_that_is_named(kubectl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert connect().context == "a" and connect().namespace == "default"
     assert connect("b").namespace == "team" and connect("b", "other").namespace == "other"
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-def test_an_unknown_context_lists_those_that_exist(kubectl: Path) -> None:
     with pytest.raises(UserError, match='no context "c"') as caught:
         connect("c")
     assert caught.value.detail == "contexts: a, b"
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-def test_without_a_current_context_one_must_be_chosen(kubectl: Path) -> None:
     configure(kubectl, None, "")
+    monkeypatch.setenv("KUBECONFIG", "another")
     with pytest.raises(UserError, match="no current context"):
         connect()
 
@@ -110,20 +95,20 @@ def test_an_absent_kubectl_is_a_users_error(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_a_proxy_that_died_is_started_again(kubectl: Path, api: Api) -> None:
-    assert api.version() == connect("a").version()  # one for the process
-    (pid,) = pids(kubectl)
-    os.kill(pid, signal.SIGKILL)
-    assert api.version() == (1, pids(kubectl)[1]) != (1, pid)
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-def test_a_proxy_that_does_not_start_says_why(kubectl: Path, api: Api) -> None:
-    (kubectl / "complaint").write_text("E1122 18:23:26.388079   16777 proxy.go:1] error: no such user\n")
-    with pytest.raises(ApiError, match='kubectl proxy for context "a" ended at once') as caught:
-        api.version()
-    assert caught.value.detail == "error: no such user" and caught.value.is_retryable
+def test_a_proxy_that_died_is_started_again_or_says_why_it_does_not_start(kubectl: Path) -> None:
+    api = connect()
+    try:
+        assert api.version() == connect("a").version()  # one for the process
+        (pid,) = pids(kubectl)
+        os.kill(pid, signal.SIGKILL)
+        assert api.version() == (1, pids(kubectl)[1]) != (1, pid)
+        os.kill(pids(kubectl)[1], signal.SIGKILL)
+        (kubectl / "complaint").write_text("E1122 18:23:26.388079   16777 proxy.go:1] error: no such user\n")
+        with pytest.raises(ApiError, match='kubectl proxy for context "a" ended at once') as caught:
+            api.version()
+        assert caught.value.detail == "error: no such user" and caught.value.is_retryable
+    finally:
+        access.proxy_of("a").end()
 
 
 @pytest.mark.processes
@@ -174,7 +159,13 @@ def test_a_tunnel_is_opened_again_on_its_port(kubectl: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_a_tunnel_that_does_not_open_says_why(kubectl: Path) -> None:
+def test_a_tunnel_that_does_not_open_or_stays_closed_says_why(kubectl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "_GIVES_UP_S", 0.3)
+    with access.port_forward("a", "team", "x-gateway", 8000, free_port("127.0.0.1")) as tunnel:
+        (kubectl / "complaint").write_text("error: lost connection to pod\n")
+        os.kill(minor(tunnel.url), signal.SIGKILL)
+        wait_until(lambda: tunnel.last_words() is not None, "the tunnel is given up")
+        assert tunnel.last_words() == "error: lost connection to pod"
     (kubectl / "complaint").write_text('Error from server (NotFound): services "x-gateway" not found\n')
     with (
         pytest.raises(PenstockError, match="could not open a tunnel to service/x-gateway") as caught,
@@ -182,17 +173,6 @@ def test_a_tunnel_that_does_not_open_says_why(kubectl: Path) -> None:
     ):
         pass
     assert caught.value.detail == 'Error from server (NotFound): services "x-gateway" not found'
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-def test_a_tunnel_that_stays_closed_is_given_up(kubectl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access, "_GIVES_UP_S", 0.3)
-    with access.port_forward("a", "team", "x-gateway", 8000, free_port("127.0.0.1")) as tunnel:
-        (kubectl / "complaint").write_text("error: lost connection to pod\n")
-        os.kill(minor(tunnel.url), signal.SIGKILL)
-        wait_until(lambda: tunnel.last_words() is not None, "the tunnel is given up")
-        assert tunnel.last_words() == "error: lost connection to pod"
 
 
 @pytest.mark.nightly

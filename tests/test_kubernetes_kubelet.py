@@ -32,22 +32,17 @@ RESTRICTED = {"NoNewPrivs": "1", "Seccomp": "2", "CapPrm": "0" * 16, "CapEff": "
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def node() -> Iterator[RealNode]:
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
     with Cluster(0) as cluster:
-        yield cluster
+        yield RealNode(cluster)
 
 
 @pytest.fixture
-def node(cluster: Cluster) -> RealNode:
-    return RealNode(cluster)
-
-
-@pytest.fixture
-def kubernetes(cluster: Cluster, node: RealNode) -> Iterator[Namespace]:
-    with cluster.namespace() as space:
+def kubernetes(node: RealNode) -> Iterator[Namespace]:
+    with node.cluster.namespace() as space:
         yield space
 
 

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kubernetes_cluster import Namespace
-from launching import PROMPT, Place, a_place, ask, call, now, wait_ready, wait_until
+from launching import Place, a_place, ask, call, wait_ready, wait_until
 
 from penstock import targets
-from penstock.errors import PenstockError
 from penstock.gateway.accounting.key_store import hash_of
 from penstock.run_folder import Run
 from penstock.testing.conformance import check_target
-from penstock.testing.fake_engine.requests import expected_text
-from penstock.wire.client import Client
 
 pytestmark = [pytest.mark.hosts, pytest.mark.xdist_group("kubernetes")]
-START_S = 60.0
 
 
 @pytest.fixture
@@ -42,15 +37,17 @@ def kinds_left(space: Namespace) -> list[str]:
 
 
 def file_for(place: Place, **fields: Any) -> Path:
-    block = {
-        "image": "own",
-        "cpus_per_node": 1,
-        "memory": "1Gi",
-        "expose": "LoadBalancer",
-        **fields.pop("kubernetes", {}),
-    }
+    own = {"image": "own", "cpus_per_node": 1, "memory": "1Gi", "expose": "LoadBalancer"}
+    block = own | fields.pop("kubernetes", {})
     gateway = {"auth": "keys", "port": 8000, **fields.pop("gateway", {})}
     return place.write("one", target="kubernetes", kubernetes=block, gateway=gateway, **fields)
+
+
+def up(place: Place, file: Path) -> tuple[Run, str]:
+    """The run and the key of its first client."""
+    done = call("up", file, "--json")
+    assert done.code == 0, done
+    return place.run("one"), str(done.events[0]["key"])
 
 
 def test_kubernetes_keeps_the_contract_of_targets(place: Place, kubernetes: Namespace) -> None:
@@ -59,7 +56,7 @@ def test_kubernetes_keeps_the_contract_of_targets(place: Place, kubernetes: Name
 
 
 def test_a_deployment_lives_in_the_cluster(place: Place, kubernetes: Namespace) -> None:
-    run, key = up(place, replicas=2)
+    run, key = up(place, file_for(place, replicas=2))
     wait_ready(run, 2)
     ask(run, key=key)
     log = call("logs", "one", "--replica", "0")
@@ -67,50 +64,6 @@ def test_a_deployment_lives_in_the_cluster(place: Place, kubernetes: Namespace) 
     assert call("scale", "one", 1).code == 0
     wait_ready(run)
     assert call("down", "one").code == 0
-
-
-class Asked:
-    """Requests one after the other, in a thread, until `end`."""
-
-    def __init__(self, run: Run, key: str) -> None:
-        self.n_answers, self.errors = 0, list[str]()
-        self._client, self._is_over = Client(run.url, api_key=key, timeout_s=30.0), threading.Event()
-        self._thread = threading.Thread(target=self._ask, daemon=True)
-        self._thread.start()
-
-    def _ask(self) -> None:
-        while not self._is_over.is_set():
-            try:
-                reply = self._client.chat([{"role": "user", "content": PROMPT}], max_tokens=20)
-                assert reply.text == expected_text(PROMPT, 20)
-                self.n_answers += 1
-            except (PenstockError, AssertionError) as exc:
-                self.errors.append(str(exc))
-
-    def end(self) -> None:
-        self._is_over.set()
-        self._thread.join(30.0)
-
-
-def up(place: Place, **fields: Any) -> tuple[Run, str]:
-    done = call("up", file_for(place, **fields), "--json")
-    assert done.code == 0, done
-    return place.run("one"), str(done.events[0]["key"])
-
-
-@pytest.mark.nightly
-def test_a_replacement_loses_no_request(place: Place, kubernetes: Namespace) -> None:
-    run, key = up(place)
-    asked = Asked(run, key)
-    wait_until(lambda: asked.n_answers > 3, "requests are answered")
-    done = call("up", file_for(place, engine={"max_model_len": 512}), "--replace", "--json")
-    assert done.code == 0, done
-    assert done.events[0]["key"] is None, "its clients keep their key"
-    wait_until(lambda: [row.replica for row in now(run).replicas] == ["1"], "the old replica has ended", 60.0)
-    n_before = asked.n_answers
-    wait_until(lambda: asked.n_answers > n_before + 3, "the new one answers")
-    asked.end()
-    assert asked.errors == []
 
 
 def test_kubectl_applies_what_render_prints(place: Place, kubernetes: Namespace) -> None:
@@ -123,7 +76,7 @@ def test_kubectl_applies_what_render_prints(place: Place, kubernetes: Namespace)
     assert "statefulset.apps/one-r0 created (dry run)" in judged.stdout
     apply = ("apply", "--server-side", "--field-manager=argocd", "-f", "-")
     assert "statefulset.apps/one-r0 serverside-applied" in kubernetes.kubectl(*apply, stdin=stream.out).stdout
-    wait_until(lambda: call("status", "one").out.startswith("one is ready"), "it is ready", START_S)
+    wait_until(lambda: call("status", "one").out.startswith("one is ready"), "it is ready", 60.0)
     run = place.run("one")
     ask(run, key=key)
     assert call("scale", "one", 2).code == 0

@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from kubernetes_cluster import Namespace
-from launching import Place, call, measured, wait_until
-from test_kubernetes_target import file_for, kinds_left, place  # noqa: F401 - fixtures
+from launching import Place, call, measured
+from test_kubernetes_target import file_for, kinds_left, place, up  # noqa: F401 - fixtures
 
 from penstock import processes
 from penstock.deployment import leftovers
@@ -28,11 +30,10 @@ class Machine:
     """Another machine with the kubeconfig."""
 
     def __init__(self, folder: Path, space: Namespace) -> None:
-        self.home = folder / "home"
         folder.mkdir()
-        self._config = folder / "kubeconfig"
-        self._config.write_bytes(space.kubeconfig.read_bytes())
-        self.env = {**os.environ, **space.env, "PENSTOCK_HOME": str(self.home), "KUBECONFIG": str(self._config)}
+        config = folder / "kubeconfig"
+        config.write_bytes(space.kubeconfig.read_bytes())
+        self.env = {**os.environ, **space.env, "PENSTOCK_HOME": str(folder / "home"), "KUBECONFIG": str(config)}
 
     def argv(self, *words: object) -> list[str]:
         return [sys.executable, "-m", "penstock", *map(str, words)]
@@ -40,9 +41,22 @@ class Machine:
     def call(self, *words: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(self.argv(*words), env=self.env, capture_output=True, text=True, timeout=120)
 
-    def choose_namespace(self, name: str) -> None:
-        words = ["kubectl", "config", "set-context", "--current", f"--namespace={name}"]
-        subprocess.run(words, env=self.env, check=True, capture_output=True)
+    def out(self, *words: object) -> str:
+        """What a verb prints that must go well."""
+        done = self.call(*words)
+        assert done.returncode == 0, done
+        return done.stdout
+
+    @contextmanager
+    def held(self, *words: object) -> Iterator[str]:
+        """The first line of a verb that goes on until Ctrl-C."""
+        with subprocess.Popen(self.argv(*words), env=self.env, stdout=subprocess.PIPE, text=True) as child:
+            try:
+                assert child.stdout is not None
+                yield child.stdout.readline().strip()
+            finally:
+                child.send_signal(signal.SIGINT)
+                assert child.wait(60) == 0
 
 
 @pytest.fixture
@@ -53,32 +67,26 @@ def other(tmp_path: Path, kubernetes: Namespace) -> Machine:
 @pytest.mark.nightly
 def test_every_verb_works_from_another_machine(place: Place, kubernetes: Namespace, other: Machine) -> None:
     file = file_for(place, kubernetes={"expose": "none"}, ui=True)
-    done = call("up", file, "--json")
-    assert done.code == 0, done
-    done_there = other.call("status", "one")
-    assert 'penstock: found "one" in context' in done_there.stderr, done_there
-    assert done_there.stdout.startswith("one is ready"), done_there
-    assert "(in its cluster; here: " in done_there.stdout
-    other.choose_namespace("kube-system")
-    done_there = other.call("chat", "one", "-m", "tell me a story", "--max-tokens", 8)
-    assert done_there.stdout.startswith("1:tell 2:me"), done_there
+    up(place, file)
+    status = other.call("status", "one")
+    assert 'penstock: found "one" in context' in status.stderr, status
+    assert status.stdout.startswith("one is ready") and "(in its cluster; here: " in status.stdout, status
+    choose = ["kubectl", "config", "set-context", "--current", "--namespace=kube-system"]
+    subprocess.run(choose, env=other.env, check=True, capture_output=True)
+    assert other.out("chat", "one", "-m", "tell me a story", "--max-tokens", 8).startswith("1:tell 2:me")
     _check_keys(other)
-    done_there = other.call("bench", "serve", "one", "--requests", 4, "--concurrency", 2, "--max-tokens", 4, "--json")
-    assert measured(done_there.returncode, done_there.stdout)["completed"] == 4
+    done = other.call("bench", "serve", "one", "--requests", 4, "--concurrency", 2, "--max-tokens", 4, "--json")
+    assert measured(done.returncode, done.stdout)["completed"] == 4
     for part, sign in (("replicas", "ready after"), ("gateway", ""), ("controller", "")):
-        done_there = other.call("logs", "one", "--part", part, "-n", 200)
-        assert done_there.returncode == 0 and sign in done_there.stdout, done_there
-    assert "one has 2 replicas" in other.call("scale", "one", 2).stdout
+        assert sign in other.out("logs", "one", "--part", part, "-n", 200)
+    assert "one has 2 replicas" in other.out("scale", "one", 2)
     assert call("status", "one", "--json").json["desired_replicas"] == 2, "the first machine sees it too"
     assert "replica 1 placed" in call("logs", "one", "--part", "events").out
-    _check_tunnel(other)
     _check_watching(other)
     _check_chat_page(other)
-    done_there = other.call("up", file)
-    assert "runs already" in done_there.stdout, done_there
+    assert "runs already" in other.out("up", file)
     follower = subprocess.Popen(other.argv("logs", "one", "-f"), env=other.env, stdout=subprocess.PIPE, text=True)
-    done_there = other.call("down", "one")
-    assert (done_there.returncode, "one is down" in done_there.stdout) == (0, True), done_there
+    assert "one is down" in other.out("down", "one")
     out = follower.communicate(timeout=60)[0]
     assert (follower.returncode, "[1] " in out) == (0, True), "what is followed ends with the deployment"
     assert kinds_left(kubernetes) == []
@@ -86,67 +94,42 @@ def test_every_verb_works_from_another_machine(place: Place, kubernetes: Namespa
 
 
 def _check_keys(other: Machine) -> None:
-    done = other.call("keys", "create", "alice", "--deployment", "one")
-    assert done.returncode == 0 and done.stdout.startswith("sk-"), done
-    assert {"first", "alice", "owner"} <= set(other.call("keys", "list", "--deployment", "one").stdout.split())
+    key = other.out("keys", "create", "bob", "--deployment", "one").strip()
+    assert {"first", "bob", "owner"} <= set(other.out("keys", "list", "--deployment", "one").split())
     assert other.call("keys", "revoke", "nobody", "--deployment", "one").returncode == 2
-    done = other.call("usage", "--deployment", "one", "--json")
-    assert '"key": "owner"' in done.stdout, done
+    assert '"key": "owner"' in other.out("usage", "--deployment", "one", "--json")
     done = other.call("dashboard", "one", "--ray", "0")
     assert (done.returncode, "its replicas run without Ray" in done.stderr) == (2, True), done
-
-
-def _check_tunnel(other: Machine) -> None:
-    key = other.call("keys", "create", "bob", "--deployment", "one").stdout.strip()
-    child = subprocess.Popen(other.argv("tunnel", "one"), env=other.env, stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout is not None
-        url = child.stdout.readline().split()[3].removesuffix("/v1")
-        assert Client(url, key).chat([{"role": "user", "content": "a b"}], max_tokens=2).text == "1:a 2:b"
-    finally:
-        child.send_signal(signal.SIGINT)
-        assert child.wait(60) == 0
+    with other.held("tunnel", "one") as line:
+        client = Client(line.split()[3].removesuffix("/v1"), key)
+        assert client.chat([{"role": "user", "content": "a b"}], max_tokens=2).text == "1:a 2:b"
 
 
 def _check_watching(other: Machine) -> None:
-    done = other.call("top", "one", "--once", "--json")
-    watched = json.loads(done.stdout)["deployments"][0]
-    assert (watched["name"], watched["note"], watched["snapshot"]["replicas"][0]["state"]) == ("one", None, "ready"), (
-        done
-    )
-    done = other.call("events", "one")
-    assert all(event in done.stdout for event in ("replica ready", "replica 1 placed", "key created: bob")), done
-    assert "complete 200" in other.call("requests", "one", "--slow").stdout
-    assert "penstock_replicas_desired 2" in other.call("metrics", "--deployment", "one").stdout
-    assert 'vllm:num_requests_running{replica="0"' in other.call("metrics", "--engines", "--deployment", "one").stdout
-    argv = other.argv("dashboard", "one", "--no-open")
-    child = subprocess.Popen(argv, env=other.env, stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout is not None
-        page, _, key = child.stdout.readline().strip().partition("#key=")
+    watched = json.loads(other.out("top", "one", "--once", "--json"))["deployments"][0]
+    state = watched["snapshot"]["replicas"][0]["state"]
+    assert (watched["name"], watched["note"], state) == ("one", None, "ready"), watched
+    events = other.out("events", "one")
+    assert all(event in events for event in ("replica ready", "replica 1 placed", "key created: bob")), events
+    assert "complete 200" in other.out("requests", "one", "--slow")
+    assert "penstock_replicas_desired 2" in other.out("metrics", "--deployment", "one")
+    assert 'vllm:num_requests_running{replica="0"' in other.out("metrics", "--engines", "--deployment", "one")
+    with other.held("dashboard", "one", "--no-open") as line:
+        page, _, key = line.partition("#key=")
         snapshot = Client(page.removesuffix("/dashboard"), key).get_json("/dashboard/live?once")
         assert (snapshot["deployment"], snapshot["now"]["n_desired"]) == ("one", 2)
-    finally:
-        child.send_signal(signal.SIGINT)
-        assert child.wait(60) == 0
 
 
 def _check_chat_page(other: Machine) -> None:
     """From a pod's packages to a person who logged in, who sees the models of the gateway."""
-    child = subprocess.Popen(other.argv("ui", "one", "--no-open"), env=other.env, stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout is not None
-        page, _, key = child.stdout.readline().strip().partition("#key=")
+    with other.held("ui", "one", "--no-open") as line:
+        page, _, key = line.partition("#key=")
         visitor = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
         with visitor.open(page, f"key={key}".encode(), timeout=30) as answer:
             assert (answer.status, answer.url) == (200, page.removesuffix("login"))
         with visitor.open(page.removesuffix("login") + "status", timeout=30) as answer:
             assert json.load(answer)["models"][0]["id"] == "one"
-    finally:
-        child.send_signal(signal.SIGINT)
-        assert child.wait(60) == 0
-    assert "in its cluster; here: " in other.call("status", "one").stdout
-    assert "chat page: serves http://one-gateway:8000" in other.call("logs", "one", "--part", "ui").stdout
+    assert "chat page: serves http://one-gateway:8000" in other.out("logs", "one", "--part", "ui")
 
 
 @pytest.mark.nightly
@@ -154,17 +137,14 @@ def test_an_exposed_one_is_asked_directly_and_belongs_to_all(
     place: Place, kubernetes: Namespace, other: Machine
 ) -> None:
     file = file_for(place)
-    done = other.call("doctor", file)
-    print(done.stdout, done.stderr)
-    assert "knows 3 machines" in done.stdout, done
-    assert call("up", file).code == 0
+    assert "knows 3 machines" in other.call("doctor", file).stdout
+    up(place, file)
     out = call("status", "one").out
     assert re.search(r"address +http://10\.\S+:8000/v1\n", out), out
     done = other.call("up", file, "--set", "engine.drain_s=5")
     assert done.returncode == 2 and 'deployment "one" runs with other settings' in done.stderr, done
-    done = other.call("run", file, "tell me a story", "--name", "one")
-    assert done.stdout.startswith("1:tell 2:me"), done
-    assert "one is down" in other.call("down", "one", "--now").stdout
+    assert other.out("run", file, "tell me a story", "--name", "one").startswith("1:tell 2:me")
+    assert "one is down" in other.out("down", "one", "--now")
     assert 'cannot reach the gateway of "one": it is down' in other.call("chat", "one", "-m", "x").stderr
 
 
@@ -176,31 +156,12 @@ def test_an_image_that_is_not_there_ends_a_start_with_the_reason(place: Place, k
 
 
 @pytest.mark.nightly
-def test_an_api_server_that_is_away_loses_nothing(place: Place, kubernetes: Namespace) -> None:
-    assert call("up", file_for(place)).code == 0
-    kubernetes.cluster.api_away()
-    try:
-        done = call("status", "one")
-        assert done.code == 0 and "this is what was seen at" in done.out, done
-        state = place.run("one").state()
-        assert state is not None and [row.state for row in state.replicas] == ["ready"]
-    finally:
-        kubernetes.cluster.api_back()
-    wait_until(lambda: call("status", "one").out.startswith("one is ready\n"), "status is as before")
-    assert call("down", "one").code == 0
-
-
-@pytest.mark.nightly
 def test_clean_removes_what_has_no_anchor_and_nothing_else(
     place: Place, kubernetes: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert call("up", file_for(place)).code == 0
+    up(place, file_for(place))
     rendered = call("render", file_for(place), "--name", "two").out
-    done = subprocess.run(
-        ["kubectl", "apply", "--server-side", "-f", "-"],
-        env={**os.environ, **kubernetes.env}, input=rendered, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done
+    kubernetes.kubectl("apply", "--server-side", "-f", "-", stdin=rendered)
     with monkeypatch.context() as patch:  # what other tests of this machine have may be in use
         patch.setattr(leftovers, "every_temporary", dict)
         patch.setattr(processes, "find_marked", lambda *_: [])

@@ -1,5 +1,6 @@
 """A claim that a Job fills from a hub on loopback, on a real control plane; replicas' pods wait for it."""
 
+# ruff: noqa: F811 - fixture of test_kubernetes_target
 from __future__ import annotations
 
 import functools
@@ -10,12 +11,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import test_kubernetes_target
 from hub_server import COMMIT, HubServer, serving
-from kubernetes_cluster import Namespace
-from launching import Place, a_place, call, now, wait_until
+from kubernetes_cluster import Namespace, Pod
+from launching import Place, call, now, wait_ready, wait_until
 from samples import LLAMA_70B, demo_plan, deployment
+from test_kubernetes_target import place  # noqa: F401 - fixture
 
-from penstock import targets
 from penstock.models import files
 from penstock.planner import Plan
 from penstock.run_folder import Run
@@ -63,28 +65,32 @@ def reader(wanted: Deployment, name: str = "reader") -> Object:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
 
 
-def pod_of_job(space: Namespace, job: Object) -> str:
-    name = job["metadata"]["name"]
-    space.wait(lambda: space.pods(f"job-name={name}"), f"a pod of {name}")
-    return space.pods(f"job-name={name}")[0].name
+def log_of_job(space: Namespace, job: Object) -> str:
+    """What the Job's pod said, once it has ended."""
+    labels = f"job-name={job['metadata']['name']}"
+    space.wait(lambda: any(has_ended(pod) for pod in space.pods(labels)), f"the pod of {labels} has ended")
+    return space.pods(labels)[0].log()
 
 
-def waits(space: Namespace, pod: str) -> bool:
+def waits(pod: Pod) -> bool:
     """Whether its init container has said that it waits; its log exists when it runs."""
-    rows = space.pod(pod).status.get("initContainerStatuses", ())
-    return any("running" in row["state"] for row in rows if row["name"] == "weights") and bool(
-        space.pod(pod).log("weights")
-    )
+    rows = pod.status.get("initContainerStatuses", ())
+    return any("running" in row["state"] for row in rows if row["name"] == "weights") and bool(pod.log("weights"))
 
 
-def has_ended(space: Namespace, pod: str) -> bool:
-    return space.pod(pod).phase in ("Succeeded", "Failed")
+def has_ended(pod: Pod) -> bool:
+    return pod.phase in ("Succeeded", "Failed")
 
 
 @pytest.fixture
-def hub(kubernetes: Namespace) -> Any:
+def hub(kubernetes: Namespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+    """A hub that this machine and the cluster reach."""
     bodies = {path.name: path.read_bytes() for path in files.BUNDLED.iterdir() if path.is_file()}
     with serving(NAME, bodies, kubernetes.cluster.address) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hf"))
+        monkeypatch.setenv("NO_PROXY", "*")
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         yield server
 
 
@@ -93,26 +99,18 @@ def test_a_job_fills_the_claim_once_and_pods_wait_for_it(kubernetes: Namespace, 
     claim, job = weights.objects_of(one, plan())
     kubernetes.apply(*(archive.config_map(wanted, archive.archive()) for wanted in (one, other)), claim, reader(one))
     waiting = kubernetes.pod("reader")
-    kubernetes.wait(lambda: waits(kubernetes, "reader"), "the reader waits", 60)
+    kubernetes.wait(lambda: waits(waiting), "the reader waits")
     assert waiting.log("weights").splitlines()[0].endswith("weights: not begun")
     kubernetes.apply(job)
-    fetching = pod_of_job(kubernetes, job)
-    kubernetes.wait(lambda: has_ended(kubernetes, fetching), "the model is fetched", 60)
-    log = kubernetes.pod(fetching).log()
-    assert "weights complete: weights " in log, log
-    kubernetes.wait(lambda: has_ended(kubernetes, "reader"), "the reader has read", 60)
+    assert "weights complete: weights " in log_of_job(kubernetes, job)
+    kubernetes.wait(lambda: has_ended(waiting), "the reader has read")
     assert waiting.log("weights").splitlines()[-1].endswith("weights complete")
-    assert (
-        "'.penstock-complete', 'MANIFEST.json', 'config.json'" in waiting.log()
-        and "Read-only file system" in waiting.log()
-    )
-
+    assert "'.penstock-complete', 'MANIFEST.json', 'config.json'" in waiting.log()
+    assert "Read-only file system" in waiting.log()
     n_asked = len(hub.asked)
     claim, job = weights.objects_of(other, plan())
     kubernetes.apply(claim, job)
-    fetching = pod_of_job(kubernetes, job)
-    kubernetes.wait(lambda: has_ended(kubernetes, fetching), "the second Job has ended", 60)
-    assert "weights complete: fetched before" in kubernetes.pod(fetching).log() and len(hub.asked) == n_asked
+    assert "weights complete: fetched before" in log_of_job(kubernetes, job) and len(hub.asked) == n_asked
 
 
 @pytest.mark.nightly
@@ -121,29 +119,20 @@ def test_the_pod_fetches_itself_into_a_claim_for_one_node(kubernetes: Namespace,
     kubernetes.apply(archive.config_map(wanted, archive.archive()), *weights.objects_of(wanted, plan()))
     for name in ("reader", "again"):
         kubernetes.apply(reader(wanted, name))
-        kubernetes.wait(functools.partial(has_ended, kubernetes, name), f"{name} has read", 60)
+        kubernetes.wait(functools.partial(has_ended, kubernetes.pod(name)), f"{name} has read")
         assert "'config.json'" in kubernetes.pod(name).log()
     assert "fetched before" in kubernetes.pod("again").log("weights")
 
 
-@pytest.fixture
-def place(tmp_path: Path, kubernetes: Namespace, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """A home whose kubeconfig and hub are those of the test."""
-    own = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "hf"), "NO_PROXY": "*"}
-    for name, value in (kubernetes.env | own).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    targets.load.cache_clear()
-    with a_place(tmp_path) as place:
-        yield place
-    targets.load.cache_clear()
+def file_for(place: Place, hub: HubServer, **fields: Any) -> Path:
+    block = {"expose": "none", "storage_class": "standard"}
+    env = {"HF_ENDPOINT": hub.url, "NO_PROXY": "*"}
+    return test_kubernetes_target.file_for(place, model=NAME, kubernetes=block, engine={"env": env}, **fields)
 
 
-def file_for(place: Place, hub: HubServer, **more: Any) -> Path:
-    block = {"image": "any", "cpus_per_node": 1, "memory": "1Gi", "storage_class": "standard"}
-    engine = {"env": {"HF_ENDPOINT": hub.url, "NO_PROXY": "*"}}
-    gateway = {"auth": "keys", "port": 8000}
-    return place.write("one", model=NAME, target="kubernetes", kubernetes=block, engine=engine, gateway=gateway, **more)
+def shards(hub: HubServer) -> list[str]:
+    """Those that it sent, each as often as it did."""
+    return [name for name in hub.downloads if name.endswith(".safetensors")]
 
 
 def reason_of(run: Run) -> str:
@@ -156,13 +145,12 @@ def test_a_fetch_that_the_hub_refuses_is_told_and_with_the_token_the_next_try_go
 ) -> None:
     hub.token = "hf_x"
     monkeypatch.setenv("HF_TOKEN", hub.token)  # this machine may read it, the cluster may not
-    done = call("up", file_for(place, hub), "--no-wait")
-    assert done.code == 0, done
+    assert call("up", file_for(place, hub), "--no-wait").code == 0
     run = place.run("one")
     wait_until(lambda: "it is gated" in reason_of(run), "the reason", 60.0)
     assert "the last try: container fetch ended with code 2" in reason_of(run), reason_of(run)
     hub.token = None
-    wait_until(lambda: [row.state for row in now(run).replicas] == ["ready"], "the replica is ready", 60.0)
+    wait_ready(run)
     assert call("down", "one", "--now", "--weights").code == 0
     assert not kubernetes.objects("persistentvolumeclaims")
 
@@ -171,28 +159,25 @@ def test_a_fetch_that_the_hub_refuses_is_told_and_with_the_token_the_next_try_go
 def test_up_of_a_hub_model_reports_the_fetch_and_a_second_up_downloads_nothing(
     kubernetes: Namespace, hub: HubServer, place: Place
 ) -> None:
-    wanted = file_for(place, hub)
     hub.is_open.clear()
-    done = call("up", wanted, "--no-wait")
-    assert done.code == 0, done
+    assert call("up", file_for(place, hub), "--no-wait").code == 0
     run = place.run("one")
-    wait_until(
-        lambda: re.search(r"weights \d/\d files, 0\.0 GB of 0\.0 GB", reason_of(run)) is not None, "the progress", 60.0
-    )
+    progress = re.compile(r"weights \d/\d files, 0\.0 GB of 0\.0 GB")
+    wait_until(lambda: progress.search(reason_of(run)) is not None, "the progress", 60.0)
     hub.is_open.set()
-    wait_until(lambda: [row.state for row in now(run).replicas] == ["ready"], "the replica is ready", 60.0)
+    wait_ready(run)
     path = f"/models/models--org--tiny/snapshots/{COMMIT}"
     assert run.plan().model.path.endswith(COMMIT)
     assert "config.json" in kubernetes.pod("one-r0-0").run(["ls", path]).stdout.split()
-    downloads = hub.downloads
+    before = shards(hub)
     assert call("down", "one", "--now").code == 0
     assert [claim["metadata"]["name"] for claim in kubernetes.objects("persistentvolumeclaims")] == ["weights-org-tiny"]
     assert kubernetes.objects("jobs", "/apis/batch/v1") == []
 
-    assert call("up", wanted, "--json").code == 0
-    assert [name for name in hub.downloads if name.endswith(".safetensors")] == [
-        name for name in downloads if name.endswith(".safetensors")
-    ]
+    assert call("up", file_for(place, hub, cache={"stage": "auto"}), "--json").code == 0
+    log = kubernetes.pod("one-r0-0").run(["sh", "-c", "find /stage -name MANIFEST.json; ls /stage/*/*"]).stdout
+    assert "MANIFEST.json" in log and "config.json" in log, "it copies the claim to its own disk"
+    assert shards(hub) == before
     assert call("down", "one", "--now", "--weights").code == 0
     kubernetes.wait(lambda: not kubernetes.objects("persistentvolumeclaims"), "the claim is gone")
 
@@ -204,14 +189,6 @@ def test_pods_with_own_disks_pass_the_files_on(kubernetes: Namespace, hub: HubSe
     rows = now(place.run("one")).replicas
     assert [row.state for row in rows] == ["ready"] * 3
     headers = [name for name, _ in hub.ranges]  # for the plan
-    shards = [name for name in hub.downloads if name.endswith(".safetensors")]
-    assert len(shards) - len(headers) == len(set(shards)) > 0, "the hub sent each once"
+    sent = shards(hub)
+    assert len(sent) - len(headers) == len(set(sent)) > 0, "the hub sent each once"
     assert call("down", "one", "--now").code == 0
-
-
-@pytest.mark.nightly
-def test_pods_copy_a_claim_to_their_own_disk(kubernetes: Namespace, hub: HubServer, place: Place) -> None:
-    assert call("up", file_for(place, hub, cache={"stage": "auto"}), "--json").code == 0
-    log = kubernetes.pod("one-r0-0").run(["sh", "-c", "find /stage -name MANIFEST.json; ls /stage/*/*"]).stdout
-    assert "MANIFEST.json" in log and "config.json" in log
-    assert call("down", "one", "--now", "--weights").code == 0
