@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import shutil
 import signal
 import time
@@ -19,7 +20,7 @@ from kubernetes_volumes import NotYet, environment_of, expand, memory_volumes, m
 if TYPE_CHECKING:
     from kubernetes_kubelet import Kubelet, NodeState
 
-RETRY_S = 0.5
+RETRY_S, PULL_S = 0.5, 1.0
 BACKOFF_S_MIN, BACKOFF_S_MAX = 1.0, 8.0  # the kubelet's are 10 s and 300 s
 PROBE_S, UNREADY_AFTER = 1.0, 3  # what a kubelet takes where a probe does not say; penstock's do not
 STEADY_S = 20.0  # after so long a run the back-off begins anew; the kubelet's is 600 s
@@ -201,8 +202,7 @@ class PodRun:
         finally:
             probing.cancel()
             run.is_ready = False
-        reason = "OOMKilled" if run.process.killed_for_memory else "Completed" if code == 0 else "Error"
-        ended: Object = {"exitCode": code, "reason": reason, "startedAt": run.process.started_at, "finishedAt": now()}
+        ended = _ended(run.process, code)
         if code and run.spec.get("terminationMessagePolicy") == "FallbackToLogsOnError":
             lines = (self.logs / run.name / f"{run.restarts}.log").read_text("utf-8", "replace").splitlines()[-80:]
             ended["message"] = "".join(f"{line.partition(' ')[2]}\n" for line in lines)[-2048:]
@@ -227,50 +227,38 @@ class PodRun:
     async def _pull_in_vain(self, run: ContainerRun) -> None:
         """For ever: the pull of an image that is not there, as the kubelet tells it."""
         image = run.spec["image"]
-        while True:
-            self.event("Pulling", f'Pulling image "{image}"', run)
-            await asyncio.sleep(0.2)
-            words = f'rpc error: code = NotFound desc = failed to pull and unpack image "{image}": not found'
-            self.event("Failed", f'Failed to pull image "{image}": {words}', run, "Warning")
-            self.event("Failed", "Error: ErrImagePull", run, "Warning")
-            for reason, message in (("ErrImagePull", words), ("ImagePullBackOff", f'Back-off pulling image "{image}"')):
-                run.state = {"waiting": {"reason": reason, "message": message}}
-                await self.tell()
-                await asyncio.sleep(1.0)
-            self.event("BackOff", f'Back-off pulling image "{image}"', run)
-            self.event("Failed", "Error: ImagePullBackOff", run, "Warning")
-            await asyncio.sleep(BACKOFF_S_MAX)
+        words = f'rpc error: code = NotFound desc = failed to pull and unpack image "{image}": not found'
+        states = (("ErrImagePull", words), ("ImagePullBackOff", f'Back-off pulling image "{image}"'))
+        for reason, message in itertools.cycle(states):
+            if reason == "ErrImagePull":
+                self.event("Failed", f'Failed to pull image "{image}": {words}', run, "Warning")
+            self.event("Failed", f"Error: {reason}", run, "Warning")
+            run.state = {"waiting": {"reason": reason, "message": message}}
+            await self.tell()
+            await asyncio.sleep(PULL_S)
 
     async def _end(self, life: asyncio.Task[None]) -> None:
         """SIGTERM, the grace period, SIGKILL; then the object goes."""
         life.cancel()
         await asyncio.wait({life})
         grace_s = 0 if self.hurry.is_set() or self.namespace in self.kubelet.swept else self.grace_s or 0
-        alive = [
-            run for run in [*self.inits, *self.containers] if run.process and run.process.process.returncode is None
-        ]
-        exits = []
-        for run in alive:
-            assert run.process is not None
+        everything = [(run, run.process) for run in [*self.inits, *self.containers]]
+        alive = [(run, process) for run, process in everything if process and process.process.returncode is None]
+        for run, process in alive:
             self.event("Killing", f"Stopping container {run.name}", run)
             hook = (run.spec.get("lifecycle") or {}).get("preStop", {}).get("exec")
             if hook and grace_s:
-                await execute(run.process, hook["command"], grace_s)
-            run.process.send(signal.SIGTERM)
-            exits.append(asyncio.create_task(run.process.wait()))
+                await execute(process, hook["command"], grace_s)
+            process.send(signal.SIGTERM)
+        exits = [asyncio.create_task(process.wait()) for _, process in alive]
         if exits and grace_s:
             hurry = asyncio.create_task(self.hurry.wait())
-            await asyncio.wait({asyncio.gather(*exits), hurry}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [asyncio.gather(*exits), hurry]
+            await asyncio.wait(either, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
             hurry.cancel()
-        for run in alive:
-            assert run.process is not None
-            run.process.send(signal.SIGKILL)
-        for run, waiting in zip(alive, exits, strict=True):
-            assert run.process is not None
-            code = await waiting
-            ended = {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": now()}
-            run.state = {"terminated": ended | {"startedAt": run.process.started_at}}
-            run.is_ready = False
+        for (run, process), waiting in zip(alive, exits, strict=True):
+            process.send(signal.SIGKILL)
+            run.state, run.is_ready = {"terminated": _ended(process, await waiting)}, False
         await self._clear()
         if self.reason == "Evicted":
             await self.tell()
@@ -379,6 +367,11 @@ class PodRun:
 
     def _hostname(self) -> str:
         return str(self.pod["spec"].get("hostname") or self.name)
+
+
+def _ended(process: ContainerProcess, code: int) -> Object:
+    reason = "OOMKilled" if process.killed_for_memory else "Error" if code else "Completed"
+    return {"exitCode": code, "reason": reason, "startedAt": process.started_at, "finishedAt": now()}
 
 
 def _readiness(status: Object) -> str | None:

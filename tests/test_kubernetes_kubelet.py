@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -121,30 +121,24 @@ def _check_files(space: Namespace) -> None:
 
 def _check_killed(place: Place, space: Namespace, node: RealNode) -> None:
     """The kubelet starts a container again that was killed; whoever follows its log sees both."""
-    pod = _pod(space, "replica")
+    pod, lines = _pod(space, "replica"), list[str]()
+
+    def starts(number: int) -> Callable[[], bool]:
+        return lambda: sum("penstock: ready after" in line for line in lines) == number
+
     with started("logs", "one", "-f", "--replica", 0) as follower:
-        _wait_for_line(follower, "penstock: ready after")
+        assert follower.stdout is not None
+        reader = threading.Thread(target=lines.extend, args=(follower.stdout,), daemon=True)
+        reader.start()
+        wait_until(starts(1), "the log has the first start", 60.0)
         for pid in _pids(node.control_group(pod, "node")):
             with contextlib.suppress(ProcessLookupError):  # it went with the first process of its table
                 os.kill(pid, signal.SIGKILL)
         wait_until(lambda: _restarts(pod) == 1, "the container runs again", 60.0)
-        _wait_for_line(follower, "penstock: ready after")
+        wait_until(starts(2), "the log has the second start", 60.0)
+        follower.kill()
+        reader.join()
     wait_ready(place.run("one"))
-
-
-def _wait_for_line(child: subprocess.Popen[str], text: str) -> None:
-    """Until it prints this; what it has printed by then is gone."""
-    assert child.stdout is not None
-    stream, printed = child.stdout.fileno(), b""
-    os.set_blocking(stream, False)
-
-    def is_there() -> bool:
-        nonlocal printed
-        with contextlib.suppress(BlockingIOError):
-            printed += os.read(stream, 65536)
-        return text.encode() in printed
-
-    wait_until(is_there, f"{text!r} in the log", 60.0)
 
 
 def _restarts(pod: Pod) -> int:

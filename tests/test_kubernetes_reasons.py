@@ -49,7 +49,7 @@ def api_of(space: Namespace, user: str = "admin") -> Api:
 
 def set_of(name: str, n_gpus: int = 1, **container: Any) -> Object:
     labels, needs = {"set": name, REVISION: "new"}, {"nvidia.com/gpu": str(n_gpus), "memory": "1Gi"}
-    node = {"name": "node", "image": "any", "command": ["sleep", "1000"]}
+    node: Object = {"name": "node", "image": "any", "command": ["sleep", "1000"]}
     node |= {"resources": {"limits": needs, "requests": needs}, "terminationMessagePolicy": "FallbackToLogsOnError"}
     pod = {"containers": [node | container], "terminationGracePeriodSeconds": 1}
     spec = {"replicas": 1, "serviceName": name, "podManagementPolicy": "Parallel"}
