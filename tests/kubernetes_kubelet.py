@@ -53,7 +53,7 @@ class Kubelet:
         self.errors: list[str] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._runs: dict[str, asyncio.Task[None]] = {}
-        self._free = [f"{self.network}.{i}" for i in range(20, 254)]
+        self.free_addresses = [f"{self.network}.{i}" for i in range(20, 254)]
         self._number = 0
         self._events: dict[tuple[str, str, str, str], Object] = {}
 
@@ -185,11 +185,8 @@ class Kubelet:
         await node.connected.wait()
         await self.api.insist(method, path, body, media)
 
-    def event(self, pod: PodRun, reason: str, message: str, field_path: str, kind: str) -> None:
+    async def event(self, pod: PodRun, reason: str, message: str, field_path: str, kind: str) -> None:
         """Tell an event; the same one again only counts."""
-        self.spawn(self._event(pod, reason, message, field_path, kind))
-
-    async def _event(self, pod: PodRun, reason: str, message: str, field_path: str, kind: str) -> None:
         path = f"/api/v1/namespaces/{pod.namespace}/events"
         key = (pod.uid, reason, message, field_path)
         await pod.node.connected.wait()
@@ -213,12 +210,6 @@ class Kubelet:
 
     def service_environment(self) -> dict[str, str]:
         return {"KUBERNETES_SERVICE_HOST": self.service_address, "KUBERNETES_SERVICE_PORT": "443"}
-
-    def take_address(self) -> str:
-        return self._free.pop(0)
-
-    def free_address(self, address: str) -> None:
-        self._free.append(address)
 
     def spawn(self, work: Any) -> asyncio.Task[Any]:
         """A task that is held until it ends; an error of it is kept for the test that looks."""

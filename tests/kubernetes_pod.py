@@ -120,7 +120,7 @@ class PodRun:
         self.ending.set()
 
     async def _live(self) -> None:
-        self.address = self.kubelet.take_address()
+        self.address = self.kubelet.free_addresses.pop(0)
         self.sandbox = Sandbox(self.kubelet.base, self.folder, self._hostname(), self.kubelet.note)
         memory = memory_volumes(self.pod, self.folder)
         await self.sandbox.start(self.kubelet.bridge, self.address, memory)
@@ -285,7 +285,7 @@ class PodRun:
         if self.sandbox is not None:
             sandbox, self.sandbox = self.sandbox, None
             await sandbox.stop()
-            self.kubelet.free_address(self.address)
+            self.kubelet.free_addresses.append(self.address)
             self.kubelet.forget(self)
             await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
@@ -321,7 +321,7 @@ class PodRun:
 
     def event(self, reason: str, message: str, run: ContainerRun | None, kind: str = "Normal") -> None:
         field = "" if run is None else f"spec.{'initContainers' if run.is_init else 'containers'}{{{run.name}}}"
-        self.kubelet.event(self, reason, message, field, kind)
+        self.kubelet.spawn(self.kubelet.event(self, reason, message, field, kind))
 
     async def tell(self) -> None:
         """Write the pod's status, where it differs from what was written last."""

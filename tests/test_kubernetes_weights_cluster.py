@@ -147,7 +147,7 @@ def test_a_fetch_that_the_hub_refuses_is_told_and_with_the_token_the_next_try_go
     monkeypatch.setenv("HF_TOKEN", hub.token)  # this machine may read it, the cluster may not
     assert call("up", file_for(place, hub), "--no-wait").code == 0
     run = place.run("one")
-    wait_until(lambda: "it is gated" in reason_of(run), "the reason", 60.0)
+    wait_until(lambda: "it is gated" in reason_of(run), "the reason")
     assert "the last try: container fetch ended with code 2" in reason_of(run), reason_of(run)
     hub.token = None
     wait_ready(run)
@@ -163,7 +163,7 @@ def test_up_of_a_hub_model_reports_the_fetch_and_a_second_up_downloads_nothing(
     assert call("up", file_for(place, hub), "--no-wait").code == 0
     run = place.run("one")
     progress = re.compile(r"weights \d/\d files, 0\.0 GB of 0\.0 GB")
-    wait_until(lambda: progress.search(reason_of(run)) is not None, "the progress", 60.0)
+    wait_until(lambda: progress.search(reason_of(run)) is not None, "the progress")
     hub.is_open.set()
     wait_ready(run)
     path = f"/models/models--org--tiny/snapshots/{COMMIT}"
