@@ -149,6 +149,7 @@ def _check_gateway_leaves(space: Namespace) -> None:
     """A gateway that is deleted runs its hook, ends by itself, and its successor has its store."""
     old = _pod(space, "gateway")
     space.kubectl("delete", "pod", old.name, "--wait", timeout_s=90.0)
-    space.wait(lambda: _pod(space, "gateway").is_ready, "another gateway is ready", 60.0)
+    gateways = "app.kubernetes.io/component=gateway"
+    space.wait(lambda: any(pod.is_ready for pod in space.pods(gateways)), "another gateway is ready")
     events = [event["reason"] for event in space.objects("events") if event["involvedObject"]["name"] == old.name]
     assert "Killing" in events and "FailedPreStopHook" not in events, events
