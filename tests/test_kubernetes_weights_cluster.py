@@ -147,8 +147,9 @@ def test_a_fetch_that_the_hub_refuses_is_told_and_with_the_token_the_next_try_go
     monkeypatch.setenv("HF_TOKEN", hub.token)  # this machine may read it, the cluster may not
     assert call("up", file_for(place, hub), "--no-wait").code == 0
     run = place.run("one")
-    wait_until(lambda: "it is gated" in reason_of(run), "the reason")
-    assert "the last try: container fetch ended with code 2" in reason_of(run), reason_of(run)
+    wait_until(lambda: "Cannot access gated repo" in reason_of(run), "the reason")
+    said = ("the last try: container fetch ended with code 2", "Accept the licence on its hub page, then set HF_TOKEN")
+    assert all(words in reason_of(run) for words in said), reason_of(run)
     hub.token = None
     wait_ready(run)
     assert call("down", "one", "--now", "--weights").code == 0
