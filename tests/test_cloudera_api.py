@@ -33,6 +33,7 @@ from penstock.wire.answers import HttpError
 
 L4 = {"id": "3", "label_key": "nvidia.com/gpu.product", "label_value": "NVIDIA-L4", "availability": True,
       "max_gpu_count": "4", "current_gpu_count": "0", "max_gpu_per_workload": "1", "gpu_memory": 24.0}  # fmt: skip
+A100 = {**L4, "id": "4", "label_value": "NVIDIA-A100-SXM4-80GB"}
 JOBS = f"/projects/{fake.PROJECT_ID}/jobs"
 
 
@@ -83,31 +84,25 @@ def test_a_busy_workbench_is_asked_again_and_a_broken_one_is_not(there: fake.Wor
         workbench.project()
 
 
-def test_a_key_that_is_refused_says_what_may_be_wrong_with_it(
-    there: fake.Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CDSW_APIV2_KEY", "of-last-year")
-    with pytest.raises(UserError, match="refuses the API key: it is wrong, has expired") as refused:
-        connected(there)
-    assert "User Settings > API Keys" in (refused.value.hint or "")
-    [problem] = problems(there)
-    assert "refuses the API key" in problem.message
-
-
-def test_a_key_comes_from_a_file_or_the_environment(
+def test_a_key_comes_from_a_file_or_the_environment_and_one_that_is_refused_says_what_may_be_wrong_with_it(
     there: fake.Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key_file = tmp_path / "key"
     key_file.write_text(f"{there.key}\n")
     monkeypatch.delenv("CDSW_APIV2_KEY")
     assert connected(there, key_file=str(key_file)).project_id == fake.PROJECT_ID
-    with pytest.raises(UserError, match="CDSW_APIV2_KEY is not set"):
-        connected(there)
-    key_file.write_text("\n")
-    with pytest.raises(UserError, match="the file is empty"):
-        connected(there, key_file=str(key_file))
-    with pytest.raises(UserError, match="cannot read the API key"):
-        connected(there, key_file=str(tmp_path / "no"))
+    for file_of_key, text, said in (
+        (None, "", "CDSW_APIV2_KEY is not set"),
+        (str(key_file), "\n", "the file is empty"),
+        (str(tmp_path / "no"), "", "cannot read the API key"),
+        (str(key_file), "of-last-year", "refuses the API key: it is wrong, has expired"),
+    ):
+        key_file.write_text(text)
+        with pytest.raises(UserError, match=said) as refused:
+            connected(there, key_file=file_of_key)
+    assert "User Settings > API Keys" in (refused.value.hint or "")
+    [problem] = problems(there, {"key_file": str(key_file)})
+    assert "refuses the API key" in problem.message
 
 
 @pytest.mark.parametrize("upload", ["PUT", "POST"])
@@ -244,27 +239,28 @@ def test_a_deployment_that_fits_has_no_problems_in_either_vintage(there: fake.Wo
     there.labels = [L4]
     for vintage in ("cloud", "on-prem"):
         there.vintage = vintage
-        assert problems(there, hardware={"gpus_per_node": 1, "nodes": 2}) == []
-        assert problems(there) == []
+        assert problems(there) == problems(there, hardware={"gpus_per_node": 1, "nodes": 2}) == []
 
 
 def test_vllm_on_ray_needs_more_shared_memory_than_a_project_has_at_first(there: fake.Workbench) -> None:
     there.labels = [L4]
-    two = {"hardware": {"gpus_per_node": 1, "nodes": 2}}
-    assert shown(problems(there, engine={"kind": "vllm", "executor": "ray"}, **two)) == (
+    two: dict[str, Any] = {"hardware": {"gpus_per_node": 1, "nodes": 2}}
+    on_ray = {**two, "engine": {"kind": "vllm", "executor": "ray"}}
+    assert shown(problems(there, **on_ray)) == (
         "cloudera.shared_memory_mb: pods have 64 MB of /dev/shm, and vLLM on Ray needs 512 MB "
         "(set it to 512, and `up` raises the project's limit, or use engine.executor: mp)"
     )
-    assert problems(there, {"shared_memory_mb": 512}, engine={"kind": "vllm", "executor": "ray"}, **two) == []
+    assert problems(there, {"shared_memory_mb": 512}, **on_ray) == []
     assert problems(there, engine={"kind": "vllm"}, **two) == [], "mp, which is the default here, needs no more"
 
 
 def test_all_that_is_wrong_in_the_workbench_is_said_at_once(there: fake.Workbench) -> None:
-    there.labels = [{**L4, "availability": False}, {**L4, "id": "4", "label_value": "NVIDIA-A100-SXM4-80GB"}]
+    there.labels = [{**L4, "availability": False}, A100]
     there.quotas = [{"accelerator_id": "3", "gpu_quota": "1"}]
     block = {"gpu_type": "NVIDIA-L4", "runtime": fake.RUNTIME.replace("3.11", "3.10")}
-    there.workloads.create_application(body_of_job(name="theirs", subdomain="penstock-one"))
-    text = shown(problems(there, block, hardware={"gpus_per_node": 2, "nodes": 3}))
+    for page in ("", "-ui"):
+        there.workloads.create_application(body_of_job(name=f"theirs{page}", subdomain=f"penstock-one{page}"))
+    text = shown(problems(there, block, hardware={"gpus_per_node": 2, "nodes": 3}, ui=True))
     assert text.splitlines() == [
         'cloudera.gpu_type: GPUs of label "NVIDIA-L4" are not available in the workbench now',
         "hardware.gpus_per_node: 2, but a workload gets at most 1 of NVIDIA-L4 (gpus_per_node: 1, and more nodes)",
@@ -275,14 +271,8 @@ def test_all_that_is_wrong_in_the_workbench_is_said_at_once(there: fake.Workbenc
         "cloudera.shared_memory_mb: the project's pods have 64 MB of /dev/shm, and several GPUs of a pod need 2048 MB "
         "(set it to 2048, and `up` raises the project's limit, or do so under Project Settings > Advanced)",
         'name: the application "theirs" has the subdomain penstock-one (give another name)',
+        'name: the application "theirs-ui" has the subdomain penstock-one-ui (give another name)',
     ]
-
-
-def test_the_subdomain_of_the_chat_page_must_be_free_too(there: fake.Workbench) -> None:
-    there.workloads.create_application(body_of_job(name="theirs", subdomain="penstock-one-ui"))
-    assert problems(there, hardware={"gpus_per_node": 0}) == []
-    text = shown(problems(there, hardware={"gpus_per_node": 0}, ui=True))
-    assert text == 'name: the application "theirs" has the subdomain penstock-one-ui (give another name)'
 
 
 def test_what_the_api_does_not_tell_is_said_as_unknown(there: fake.Workbench) -> None:
@@ -315,28 +305,27 @@ def test_in_a_session_the_weights_must_fit_into_the_project(
     assert checks.examine(connected(there), wanted)[0] == []
 
 
-def test_a_label_a_runtime_and_a_project_that_are_not_there_are_named_with_those_that_are(
-    there: fake.Workbench,
+ONE_GPU = {"hardware": {"gpus_per_node": 1}}
+TWO_KINDS = "NVIDIA-A100-SXM4-80GB, NVIDIA-L4"
+
+
+@pytest.mark.parametrize(
+    ("labels", "block", "fields", "said"),
+    [
+        ([L4], {"gpu_type": "NVIDIA-L40"}, {}, 'has no GPU label "NVIDIA-L40" (did you mean "NVIDIA-L4"?)'),
+        ([L4], {"runtime": "own:1"}, {}, f'has no runtime "own:1" (it has: {fake.RUNTIME})'),
+        ([], {"project": "llms"}, {}, 'cannot use project "llms" of http://cml.test: this key sees no such project'),
+        ([], {}, ONE_GPU, "has no GPUs"),
+        ([L4, A100], {}, ONE_GPU, f"has 2 kinds of GPU (one of: {TWO_KINDS})"),
+        ([L4, A100], {}, {"hardware": {"gpu": "h100-sxm"}}, f'has no GPU label for "h100-sxm" (it has: {TWO_KINDS})'),
+        ([{**L4, "max_gpu_per_workload": "0"}], {}, ONE_GPU, "the site lets no workload have a GPU"),
+    ],
+)
+def test_what_the_workbench_does_not_have_is_named_with_what_it_has(
+    there: fake.Workbench, labels: list[dict[str, Any]], block: dict[str, Any], fields: dict[str, Any], said: str
 ) -> None:
-    there.labels = [L4]
-    text = shown(problems(there, {"gpu_type": "NVIDIA-L40", "runtime": "own:1"}))
-    assert 'has no GPU label "NVIDIA-L40" (did you mean "NVIDIA-L4"?)' in text
-    assert f'has no runtime "own:1" (it has: {fake.RUNTIME})' in text
-    [problem] = problems(there, {"project": "llms"})
-    assert 'cannot use project "llms"' in problem.message and "this key sees no such project" in problem.message
-
-
-def test_several_kinds_of_gpu_need_a_choice_and_no_gpu_is_a_problem(there: fake.Workbench) -> None:
-    assert "has no GPUs" in shown(problems(there, hardware={"gpus_per_node": 1}))
-    there.labels = [L4, {**L4, "id": "4", "label_value": "NVIDIA-A100-SXM4-80GB"}]
-    assert "has 2 kinds of GPU (one of: NVIDIA-A100-SXM4-80GB, NVIDIA-L4)" in shown(
-        problems(there, hardware={"gpus_per_node": 1})
-    )
-    assert problems(there, hardware={"gpu": "l4"}) == []
-    text = shown(problems(there, hardware={"gpu": "h100-sxm"}))
-    assert 'has no GPU label for "h100-sxm" (it has: NVIDIA-A100-SXM4-80GB, NVIDIA-L4)' in text
-    there.labels = [{**L4, "max_gpu_per_workload": "0"}]
-    assert "the site lets no workload have a GPU" in shown(problems(there, hardware={"gpus_per_node": 1}))
+    there.labels = labels
+    assert said in shown(problems(there, block, **fields))
 
 
 def test_without_the_right_to_see_jobs_nothing_is_placed(there: fake.Workbench) -> None:

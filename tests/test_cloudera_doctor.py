@@ -21,7 +21,6 @@ from penstock.errors import Finding, PenstockError
 from penstock.spec.deployment import Deployment
 from penstock.targets.cloudera import answers, findings, measuring, names
 from penstock.targets.cloudera.findings import Grace, Note, Reading, Stream
-from penstock.testing.fake_workbench import workloads
 from penstock.testing.fake_workbench.server import PROJECT, Workbench
 from penstock.text import GIB, MIB
 
@@ -62,35 +61,31 @@ def test_a_workbench_that_lets_all_through_is_fine() -> None:
     assert "does not end a process in a minute" in found(file(), grace=Grace(None, True))["stop"].found
 
 
+NO_ANSWER = dict.fromkeys(("8001", "25000", "40000"), "no answer")
+
+
 def test_pods_that_do_not_reach_each_other_have_workers_as_their_cure() -> None:
-    silent = dict.fromkeys(("8001", "25000", "40000"), "no answer")
-    row = found(file(), notes={part: note(part, silent) for part in PARTS})["network"]
+    silent = {part: note(part, NO_ANSWER) for part in PARTS}
+    row = found(file(), notes=silent)["network"]
     assert (row.state, row.found) == ("bad", "no pod reaches another (ports 8001, 25000, 40000)")
     assert "cloudera.nodes: workers" in (row.cure or "")
-    row = found(file({"nodes": "workers"}), notes={part: note(part, silent) for part in PARTS})["network"]
+    row = found(file({"nodes": "workers"}), notes=silent)["network"]
     assert row.state == "bad" and (row.cure or "").startswith("Ask an administrator")
     row = found(file(), notes={part: note(part, {"40000": "no answer"}) for part in PARTS})["network"]
     assert row.state == "bad" and "the application to the first job on 40000" in row.found
     assert "and 3 more" in row.found and "network policy" in (row.cure or "")
-
-
-def test_jobs_need_each_other_only_for_replicas_of_several_nodes() -> None:
     notes = {part: note(part) for part in PARTS}
     notes["job-0"].reached["job-1"] = {"8001": "no answer"}
-    assert found(file(), notes=notes)["network"].state == "warning"
-    two = file(hardware={"nodes": 2}, parallel={"pipeline": 2})
-    assert found(two, notes=notes)["network"].state == "bad"
+    assert found(file(), notes=notes)["network"].state == "warning", "only a replica of several nodes needs it"
+    assert found(file(hardware={"nodes": 2}, parallel={"pipeline": 2}), notes=notes)["network"].state == "bad"
 
 
-def test_several_gpus_of_a_pod_need_shared_memory() -> None:
+def test_shared_memory_room_for_the_weights_and_the_speed_of_the_projects_files_are_judged() -> None:
     two = {"hardware": {"gpus_per_node": 2}}
     row = found(file(**two))["/dev/shm"]
     assert row.state == "bad" and "cloudera.shared_memory_mb: 2048" in (row.cure or "")
     row = found(file({"shared_memory_mb": 4096}, **two))["/dev/shm"]
     assert (row.state, row.found) == ("ok", "64.0 MiB in a pod; `up` raises the project's limit to 4096 MB")
-
-
-def test_the_project_must_have_room_for_the_weights_and_its_speed_is_the_least_load_time() -> None:
     rows = found(file(), download_bytes=131 * GIB)
     assert rows["disk"].state == "bad" and "the weights need 131 GiB more" in rows["disk"].found
     assert "read rate" not in rows
@@ -120,8 +115,7 @@ def test_what_the_proxy_does_to_streams(talking: Stream, silent: Stream, state: 
 def test_answers_are_kept_and_warn_a_start_that_they_concern(podless: Workbench, tmp_path: Path) -> None:
     targets.load.cache_clear()
     connected = targets.load("cloudera")._connected(names.block_of(file({"workbench": podless.url})))  # type: ignore[attr-defined]
-    silent = dict.fromkeys(("8001", "25000", "40000"), "no answer")
-    notes, cut = {part: note(part, silent) for part in PARTS}, Stream(200, 0.1, 30.0)
+    notes, cut = {part: note(part, NO_ANSWER) for part in PARTS}, Stream(200, 0.1, 30.0)
     reading = Reading(notes, dict.fromkeys(PARTS, "placed"), cut, cut, 40.0, Grace(0.5, False))
     assert answers.warnings(connected, file()) == ()
     answers.keep(connected, file(), reading, 0.0)
@@ -141,15 +135,12 @@ def test_answers_are_kept_and_warn_a_start_that_they_concern(podless: Workbench,
 # ---- without pods ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "START_S", 5.0)
-
-
 def measured(there: Workbench, block: dict[str, Any] | None = None) -> list[Finding]:
     targets.load.cache_clear()
     own = {"workbench": there.url, **(block or {})}
-    return targets.load("cloudera").measure(file(own), None, lambda _: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "START_S", 5.0)
+        return targets.load("cloudera").measure(file(own), None, lambda _: None)
 
 
 def left(there: Workbench) -> list[str]:
@@ -157,44 +148,36 @@ def left(there: Workbench) -> list[str]:
     return [*there.left(), *(str(path) for path in (doctor.rglob("*") if doctor.exists() else ()))]
 
 
-def test_pods_without_a_machine_are_said_and_nothing_stays(podless: Workbench, quick: None) -> None:
-    there = podless
-    rows = measured(there)
-    assert [row.found for row in rows[1:]] == [
+def test_a_measurement_that_cannot_be_made_says_why_and_leaves_nothing(
+    podless: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [row.found for row in measured(podless)[1:]] == [
         "not measured: the first job waits for a machine",
         "not measured: the second job waits for a machine",
     ]
-    assert left(there) == []
-
-
-def test_an_interrupted_measurement_leaves_nothing(
-    podless: Workbench, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there, seen = podless, list[str]()
+    assert left(podless) == []
+    seen = list[str]()
 
     def interrupted(probe: measuring.Probe) -> Reading:
-        seen.extend(there.left())
+        seen.extend(podless.left())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(measuring.Probe, "read", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        measured(there)
-    assert len(seen) == 3 and left(there) == []
-    there.refuses_creation = (403, "quota exceeded")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(measuring.Probe, "read", interrupted)
+        measured(podless)
+    assert len(seen) == 3 and left(podless) == []
+    podless.refuses_creation = (403, "quota exceeded")
     with pytest.raises(PenstockError, match="quota exceeded"):
-        measured(there)
-    assert left(there) == [], "also when the workbench refuses a part of it"
-
-
-def test_a_refused_application_without_login_is_a_finding(podless: Workbench, quick: None) -> None:
-    podless.allows_public = False
+        measured(podless)
+    assert left(podless) == [], "also when the workbench refuses a part of it"
+    podless.refuses_creation, podless.allows_public = None, False
     row = measured(podless, {"public": True})[0]
     assert (row.check, row.state) == ("public", "bad") and "Site Administration > Security" in (row.cure or "")
     assert left(podless) == []
 
 
 def test_what_a_killed_doctor_left_is_removed_by_the_next_and_by_clean(
-    podless: Workbench, quick: None, monkeypatch: pytest.MonkeyPatch
+    podless: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = podless
     with monkeypatch.context() as patch:
@@ -217,13 +200,9 @@ def test_what_a_killed_doctor_left_is_removed_by_the_next_and_by_clean(
 
 
 @pytest.fixture
-def place(workbench_place: Place) -> Place:
-    return workbench_place
-
-
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def place(workbench_place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setattr(measuring, "STREAM_S", 3.0)
+    return workbench_place
 
 
 def rows_of(place: Place, workbench: Workbench, **fields: Any) -> dict[str, dict[str, Any]]:
@@ -233,41 +212,35 @@ def rows_of(place: Place, workbench: Workbench, **fields: Any) -> dict[str, dict
     return {row["check"]: row for row in rows}
 
 
-def workers_of(workbench: Workbench) -> list[workloads.Workload]:
-    return list(workbench.workloads.workers.values())
-
-
 @pytest.mark.nightly
 @pytest.mark.hosts
-def test_doctor_measures_a_workbench_and_leaves_nothing(place: Place, workbench: Workbench, short: None) -> None:
-    rows = rows_of(place, workbench)
+@pytest.mark.parametrize("nodes", ["jobs", "workers"])
+def test_doctor_measures_a_workbench_and_leaves_nothing(place: Place, workbench: Workbench, nodes: str) -> None:
+    block = {"nodes": nodes}
+    rows = rows_of(place, workbench, cloudera=block)
     assert rows["network"]["found"].startswith("pods reach each other on ports 8001, "), rows
     assert rows["proxy"]["found"] == "streams pass as they are written, for 3.0 s, also when silent"
     assert rows["stop"]["found"].startswith("a stop sends no SIGTERM, and ends it ")
     assert "in a pod" in rows["/dev/shm"]["found"] and "free in the project" in rows["disk"]["found"]
     assert "GB/s of the project's files" in rows["read rate"]["found"]
     assert "measured" not in rows and rows["deployment"]["state"] == "ok"
+    workers = list(workbench.workloads.workers.values())
+    assert [row.body["environment"]["PENSTOCK_PROBE"] for row in workers] == ["job-0", "job-1"] * (nodes == "workers")
+    assert all(row.is_over for row in workers)
+    if nodes == "workers":
+        workbench.refuses_workers = "quota exceeded: 2 CPU of 2 in use"
+        rows = rows_of(place, workbench, cloudera=block)
+        assert rows["workers"]["state"] == "bad" and "was not launched: " in rows["workers"]["found"], rows
+        assert rows["deployment"]["state"] == "bad"
+    else:
+        workbench.buffers_streams = True
+        row = rows_of(place, workbench)["proxy"]
+        assert "a stream is held back" in row["found"] and "proxy_buffering" in row["cure"]
 
 
 @pytest.mark.hosts
 @pytest.mark.nightly
-def test_doctor_measures_workers_where_the_file_wants_them(place: Place, workbench: Workbench, short: None) -> None:
-    rows = rows_of(place, workbench, cloudera={"nodes": "workers"})
-    assert not [call for call in workbench.calls if call.endswith("/jobs") and call.startswith("POST")]
-    assert [row.body["environment"]["PENSTOCK_PROBE"] for row in workers_of(workbench)] == ["job-0", "job-1"]
-    assert rows["network"]["found"].startswith("pods reach each other on ports 8001, "), rows
-    assert rows["stop"]["found"].startswith("a stop sends no SIGTERM, and ends it "), rows
-    assert "GB/s of the project's files" in rows["read rate"]["found"]
-    assert all(row.is_over for row in workers_of(workbench))
-    workbench.refuses_workers = "quota exceeded: 2 CPU of 2 in use"
-    rows = rows_of(place, workbench, cloudera={"nodes": "workers"})
-    assert rows["workers"]["state"] == "bad" and "was not launched: " in rows["workers"]["found"], rows
-    assert rows["deployment"]["state"] == "bad"
-
-
-@pytest.mark.hosts
-@pytest.mark.nightly
-def test_doctor_finds_blocked_ports_and_a_proxy_that_cuts(place: Place, workbench: Workbench, short: None) -> None:
+def test_doctor_finds_blocked_ports_and_a_proxy_that_cuts(place: Place, workbench: Workbench) -> None:
     workbench.pods.blocked_ports = "20000-31999"  # type: ignore[attr-defined]
     workbench.cut_streams_after_s = 1.0
     rows = rows_of(place, workbench)
@@ -277,14 +250,6 @@ def test_doctor_finds_blocked_ports_and_a_proxy_that_cuts(place: Place, workbenc
     assert rows["deployment"]["state"] == "bad", "`up` would fail"
     warned = call("up", file_for(place, workbench), "--json", "--no-wait").events[0]["warnings"]
     assert any("`doctor` found on " in text and ": a stream is cut after " in text for text in warned), warned
-
-
-@pytest.mark.hosts
-@pytest.mark.nightly
-def test_doctor_finds_a_proxy_that_buffers(place: Place, workbench: Workbench, short: None) -> None:
-    workbench.buffers_streams = True
-    rows = rows_of(place, workbench)
-    assert "a stream is held back" in rows["proxy"]["found"] and "proxy_buffering" in rows["proxy"]["cure"]
 
 
 @pytest.mark.hosts

@@ -1,4 +1,4 @@
-"""What goes wrong in a workbench, on the fake one: refusals, time limits, restarts, other users, proxies that cut."""
+"""What goes wrong in a workbench, on the fake one: refused keys, restarts, other users, proxies that cut."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import threading
 
 import pytest
 from cloudera_rig import LIMITS_MEMORY, file_for, left, up
 from hosts import Host
-from launching import PROMPT, Done, Place, call, now, wait_ready
+from launching import PROMPT, Place, call, now, wait_ready
 from waiting import until
 
 from penstock.testing.fake_engine.requests import expected_text
@@ -88,72 +85,52 @@ def test_a_run_that_another_user_stopped_stays_so_until_it_is_asked_for(place: P
     assert call("scale", "one", 2).code == 0
     wait_ready(run, 2)
     assert first.status == "RUNNING" and len(runs(workbench)) == 3
-
-
-@pytest.mark.nightly
-def test_up_starts_a_deployment_again_whose_only_run_another_user_stopped(place: Place, workbench: Workbench) -> None:
-    run, _ = up(place, workbench)
-    wait_ready(run)
-    workbench.workloads.stop(runs(workbench)[0])
-    until(lambda: now(run).phase == "failed", "status says so")
-    assert re.search(r"replica 0 was ended from outside.*: `\S+ up` starts the dep", call("status", "one").out)
-    done = call("up", file_for(place, workbench), "--json")
+    for each in runs(workbench):
+        workbench.workloads.stop(each)
+    until(lambda: now(run).phase == "failed", "nothing is left that serves")
+    assert re.search(r"ended from outside.*: `\S+ up` starts the dep", call("status", "one").out)
+    done = call("up", file_for(place, workbench, replicas=2), "--json")
     assert done.code == 0, done
-    wait_ready(place.run())
+    wait_ready(place.run(), 2)
     os.environ.pop("OPENAI_API_KEY", None)
     assert answers()
 
 
 @pytest.mark.nightly
-def test_nodes_find_a_gateway_whose_application_was_restarted(place: Place, workbench: Workbench) -> None:
+def test_nodes_find_a_gateway_that_was_restarted_and_the_successor_of_one_that_hangs(
+    place: Place, workbench: Workbench
+) -> None:
     run, _ = up(place, workbench)
     wait_ready(run)
     until(lambda: now(run).controller.process is not None, "the controller has written its state")
     workbench.workloads.restart_application(gateway_of(workbench).record["id"])
     until(lambda: now(run).controller.n_restarts == 1 and now(run).phase == "ready", "ready again")
     assert answers()
-    assert len(runs(workbench)) == 1, "the engine stayed loaded"
-
-
-@pytest.mark.nightly
-def test_a_gateway_that_hangs_gets_a_successor_whose_name_is_noted(place: Place, workbench: Workbench) -> None:
-    run, _ = up(place, workbench)
-    wait_ready(run)
     pod = gateway_of(workbench).pod
     hung = [p for p in host_of(workbench, gateway_of(workbench)).processes() if "penstock.gateway" in p.argv]
     assert hung
     for process in hung:
         os.kill(process.outer_pid, signal.SIGSTOP)
     note = workbench.pods.folder / ".penstock" / "runs" / "one" / "gateway" / "address.json"
-    until(
-        lambda: note.exists() and json.loads(note.read_text())["unit"] == "1",
-        "the next gateway has noted its address",
-    )
+    before = json.loads(note.read_text())["unit"]
+    until(lambda: json.loads(note.read_text())["unit"] != before, "the next gateway has noted its address")
     until(lambda: now(run).phase == "ready", "ready again")
     assert answers()
-    assert len(runs(workbench)) == 1 and gateway_of(workbench).pod is pod, "the application was not restarted"
+    assert len(runs(workbench)) == 1 and gateway_of(workbench).pod is pod, "engine and application stayed"
 
 
 @pytest.mark.nightly
-def test_a_proxy_that_cuts_streams_is_an_honest_error(place: Place, workbench: Workbench) -> None:
-    run, _ = up(place, workbench, engine={"args": {"tokens-per-s": 2}})
-    wait_ready(run)
-    workbench.cut_streams_after_s = 1.0
-    done = call("chat", "one", "-m", PROMPT, "--max-tokens", 40)
-    assert done.code == 1 and "the connection was closed" in done.err, done
-    workbench.cut_streams_after_s = None
-
-
-@pytest.mark.nightly
-def test_a_proxy_that_cuts_what_is_silent_lets_a_slow_first_token_through(place: Place, workbench: Workbench) -> None:
+def test_a_proxy_that_cuts_streams_is_an_honest_error_and_a_slow_first_token_is_not_cut_as_silent(
+    place: Place, workbench: Workbench
+) -> None:
     run, _ = up(place, workbench, engine={"args": {"ttft-s": 25}})
     wait_ready(run)
     workbench.cut_silence_after_s = 15.0
     done = call("chat", "one", "-m", PROMPT, "--max-tokens", 4)
     assert done.code == 0 and "4:" in done.out, done
-
-
-# ---- memory, time limits, keys ---------------------------------------------------------------------------------------
+    workbench.cut_streams_after_s = 1.0
+    done = call("chat", "one", "-m", PROMPT, "--max-tokens", 4)
+    assert done.code == 1 and "the connection was closed" in done.err, done
 
 
 @pytest.mark.nightly
@@ -171,47 +148,6 @@ def test_a_pod_that_took_more_memory_than_it_has_is_placed_again_with_that_reaso
     until(lambda: now(run).phase == "ready" and now(run).replicas[0].n_restarts == 1, "ready again")
     said = "failed without a word: most often its pod needed more memory than 1 GB; raise cloudera.memory_gb"
     assert said in call("events", "one").out
-
-
-class Chatting(threading.Thread):
-    """Asks one question after another until it is told to stop."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.is_over, self.answers = threading.Event(), list[Done]()
-        self.start()
-
-    def run(self) -> None:
-        while not self.is_over.is_set():
-            self.answers.append(ask_one())
-
-
-def ask_one() -> Done:
-    argv = [sys.executable, "-m", "penstock.cli.main", "chat", "one", "-m", PROMPT, "--max-tokens", "8"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    return Done(done.returncode, done.stdout, done.stderr)
-
-
-@pytest.mark.nightly
-def test_a_node_gets_a_successor_before_its_time_limit_and_no_request_is_lost(
-    place: Place, workbench: Workbench
-) -> None:
-    workbench.workloads.most_minutes = 3
-    run, key = up(place, workbench)
-    wait_ready(run)
-    first = runs(workbench)[0]
-    os.environ["OPENAI_API_KEY"] = key
-    asking = Chatting()
-    until(lambda: len(runs(workbench)) == 2, "a successor is placed")
-    assert first.status == "RUNNING", "it serves until the next one does"
-    until(lambda: first.is_over, "the first node has left")
-    until(lambda: now(run).phase == "ready", "ready")
-    asking.is_over.set()
-    asking.join()
-    assert first.status == "SUCCEEDED", "it left by word, before its time was over"
-    failed = [done for done in asking.answers if done.code or expected_text(PROMPT, 8) not in done.out]
-    assert len(asking.answers) > 5 and not failed, failed
-    assert "replica draining [replica 1]" not in call("events", "one").out, "the successor serves on"
 
 
 @pytest.mark.nightly

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from cloudera_rig import file_for, left
+from cloudera_rig import SUBDOMAINS, file_for, left
 from launching import Place, call, now, replica_of, started
 from waiting import until
 
@@ -37,6 +37,7 @@ def up(place: Place, workbench: Workbench, executor: str, cut_by: str) -> tuple[
     assert done.code == 0, done
     run = place.run()
     until(lambda: now(run).phase == "ready", "ready")
+    assert run.url == f"http://{SUBDOMAINS[0]}.{workbench.domain}", "public: clients need no login of the workbench"
     return run, Client(str(run.known_url), str(done.events[0]["key"]), 60.0)
 
 

@@ -1,21 +1,31 @@
-"""Target cloudera against the fake workbench, with applications and jobs as processes in namespaces of their own."""
+"""Target cloudera against the fake workbench: applications, jobs and sessions are processes in namespaces."""
 
 from __future__ import annotations
 
+import http.client
 import re
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from cloudera_rig import SUBDOMAINS, file_for, fresh_targets, left, up
-from launching import PROMPT, Place, call, now, wait_ready
+from launching import PROMPT, Place, call, now, started, wait_ready
+from waiting import until
 
+import penstock
 from penstock import targets
 from penstock.errors import PenstockError
+from penstock.spec import reading
+from penstock.targets.cloudera import amp
 from penstock.targets.cloudera.target import ClouderaAi
 from penstock.testing.conformance import check_target
 from penstock.testing.fake_engine.requests import expected_text
-from penstock.testing.fake_workbench.server import Workbench
+from penstock.testing.fake_workbench.server import RUNTIME, Workbench
+from penstock.testing.fake_workbench.workloads import Workload
+from penstock.wire.client import Client
 
 pytestmark = pytest.mark.hosts
 
@@ -26,8 +36,9 @@ def place(workbench_place: Place) -> Place:
 
 
 @pytest.mark.nightly  # `make check` has it without pods
-def test_cloudera_keeps_the_contract_of_targets(place: Place, workbench: Workbench) -> None:
-    run, launch = place.written(file_for(place, workbench))
+@pytest.mark.parametrize("nodes", ["jobs", "workers"])
+def test_cloudera_keeps_the_contract_of_targets(place: Place, workbench: Workbench, nodes: str) -> None:
+    run, launch = place.written(file_for(place, workbench, cloudera={"nodes": nodes}))
     check_target(targets.load("cloudera"), run, launch, sys.executable, lambda: left(workbench))
 
 
@@ -67,17 +78,14 @@ def test_a_deployment_lives_in_the_project_and_verbs_work_from_another_machine(
     assert (refused.code, refused.err.splitlines()[0]) == (1, "error: the workbench does not answer")
     done = call("up", file, "--json")
     assert done.code == 0 and done.events[0]["was_running"], "it runs on, and was not started over"
-    assert call("scale", "one", 2).code == 0
-    wait_ready(place.run(), 2)
-    assert call("scale", "one", 1).code == 0
-    wait_ready(place.run(), 1)
+    for n_replicas in (2, 1):
+        assert call("scale", "one", n_replicas).code == 0
+        wait_ready(place.run(), n_replicas)
     assert call("keys", "list", "--deployment", "one").code == 0
     assert "first" in capfd.readouterr().out
-    done = call("status", "one")
-    assert "one is ready" in done.out and re.search(r"its machines until .*\(JOB_MAXIMUM_MINUTES=35000\)", done.out), (
-        done
-    )
-    assert "idle" not in done.out, "a job has no idle time-out"
+    words = call("status", "one").out
+    assert "one is ready" in words and "idle" not in words, "a job has no idle time-out"
+    assert re.search(r"its machines until .*\(JOB_MAXIMUM_MINUTES=35000\)", words), words
     assert call("status", "one", "--json").json["replicas"][0]["ends_by"] == "JOB_MAXIMUM_MINUTES=35000"
     assert "replica 1 drained and ended" in call("events", "one").out
     runs = [r.status for r in workbench.workloads.runs.values()]
@@ -87,3 +95,114 @@ def test_a_deployment_lives_in_the_project_and_verbs_work_from_another_machine(
     forget()
     here = left(workbench)
     assert now(run).phase == "down", here
+
+
+# ---- in a session of the project -------------------------------------------------------------------------------------
+
+VERBS = """
+import subprocess, sys
+with open("/home/cdsw/said", "w") as said:
+    for words in VERBS:
+        subprocess.run([sys.executable, "-m", "penstock", *words.split()], stdout=said, stderr=said)
+"""
+
+
+def run_script(workbench: Workbench, script: str) -> Workload:
+    """A run of a script of the project, as a session or a task of an AMP has it."""
+    loads = workbench.workloads
+    body = {"name": "session", "script": script, "cpu": 1.0, "memory": 2.0, "runtime_identifier": RUNTIME}
+    paths = {
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "PYTHONPATH": str(Path(penstock.__file__).parents[1]),
+    }
+    job = loads.create_job({**body, "environment": paths})
+    run = loads.run_job(job["id"], {})
+    loads.jobs.pop(job["id"])  # it is no workload of the deployment
+    return loads.runs[run["id"]]
+
+
+def run_verbs(workbench: Workbench, *verbs: str) -> Workload:
+    """These verbs one after another in a session; what they say is in the project's file "said"."""
+    (workbench.pods.folder / "verbs.py").write_text(f"VERBS = {list(verbs)!r}\n{VERBS}")
+    return run_script(workbench, "verbs.py")
+
+
+@pytest.mark.nightly
+def test_a_session_or_an_amp_starts_a_deployment_that_others_take_over(place: Place, workbench: Workbench) -> None:
+    file, folder = file_for(place, workbench, engine={"args": {"load-s": 8}}), workbench.pods.folder
+    block: dict[str, Any] = yaml.safe_load(file.read_text())
+    del block["cloudera"]["project"]
+    (folder / "one.yaml").write_text(yaml.safe_dump(block))
+    first = run_verbs(workbench, "up one.yaml")
+    until((folder / ".penstock" / "runs" / "one" / "gateway" / "address.json").exists, "the gateway runs")
+    words = "this session ends after 60 idle minutes (IDLE_MAXIMUM_MINUTES) and after 10080 minutes in all"
+    until(lambda: f"warning: {words}" in (folder / "said").read_text(), "`up` says what ends the session")
+    said = (folder / "said").read_text()
+    assert said.count(words) == 1 and "the deployment goes on" in said
+    assert first.pod is not None and not first.is_over, "`up` still waits"
+    first.pod.kill()  # all of it at once
+    done = call("up", file, "--json")
+    assert done.code == 0 and done.events[0]["was_running"], done
+    run = place.run()
+    wait_ready(run)
+    second = run_verbs(workbench, "status one", "down one")
+    until(lambda: second.is_over, "another session has ended it")
+    said = (folder / "said").read_text()
+    assert said.startswith("one is ready") and said.endswith("one is down\n"), said
+    assert workbench.left() == []
+    assert now(run).phase == "down", "also for the laptop"
+
+    texts = amp.files(reading.load(file))
+    block = yaml.safe_load(texts["amp:deployment.yaml"])
+    block["cloudera"]["workbench"] = workbench.url  # a real one speaks https, by which a session finds it itself
+    (folder / amp.FILE).write_text(yaml.safe_dump(block))
+    (folder / amp.SCRIPT).write_text(texts[f"amp:{amp.SCRIPT}"])
+    session = run_script(workbench, amp.SCRIPT)
+    until(lambda: session.is_over, "the session has ended")
+    assert session.status == "SUCCEEDED", session.pod
+    done = call("up", file, "--json")
+    assert done.code == 0 and done.events[0]["was_running"], done
+    wait_ready(place.run())
+    assert expected_text(PROMPT, 8) in call("chat", "one", "-m", PROMPT, "--max-tokens", 8).out
+    assert call("down", "one").code == 0 and workbench.left() == []
+    shutil.rmtree(folder / ".penstock" / "runs")  # the session's own run folder, for its logs
+
+
+# ---- pages -----------------------------------------------------------------------------------------------------------
+
+
+def status_of(workbench: Workbench, subdomain: str, path: str, key: str | None) -> int:
+    host, _, port = workbench.domain.partition(":")
+    connection = http.client.HTTPConnection(f"{subdomain}.{host}", int(port), timeout=20.0)
+    headers = {"host": f"{subdomain}.{workbench.domain}", **({"authorization": f"Bearer {key}"} if key else {})}
+    connection.request("GET", path, headers=headers)
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+@pytest.mark.nightly
+def test_the_chat_page_is_an_application_and_the_live_page_is_at_the_gateways(
+    place: Place, workbench: Workbench
+) -> None:
+    """The live page: for a browser that is logged in to the workbench, or by `penstock dashboard` here."""
+    run, _ = up(place, workbench, ui=True)
+    wait_ready(run)
+    (page,) = [row for row in workbench.workloads.applications.values() if row.record["name"].endswith("-ui")]
+    assert page.record["subdomain"] == SUBDOMAINS[1]
+    until(lambda: page.status == "RUNNING", "the workbench shows the page as running")
+
+    def is_seen() -> bool:
+        part = now(run).ui
+        return part is not None and part.state == "running"
+
+    until(is_seen, "the page's part is running")
+    assert status_of(workbench, SUBDOMAINS[1], "/health", None) == 302, "without a key it asks for a login"
+    assert status_of(workbench, SUBDOMAINS[1], "/health", workbench.key) == 200
+    assert status_of(workbench, SUBDOMAINS[0], "/dashboard", workbench.key) == 200
+    with started("dashboard", "one", "--no-open") as child:
+        assert child.stdout is not None
+        url, _, key = child.stdout.readline().strip().partition("#key=")
+        live = Client(url.removesuffix("/dashboard"), key, timeout_s=20.0)
+        assert b"<html" in live.send("GET", "/dashboard") and next(iter(live.get_events("/dashboard/live")))
+    assert call("down", "one").code == 0

@@ -62,8 +62,8 @@ def up_until_weights_come(place: Place, workbench: Workbench, hub: HubServer, no
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("nodes", ["jobs", pytest.param("workers", marks=pytest.mark.nightly)])
-def test_weights_come_by_a_job_before_nodes_start(
+@pytest.mark.parametrize("nodes", ["jobs", "workers"])
+def test_weights_come_by_a_job_before_nodes_start_and_a_hub_that_refuses_them_ends_the_start(
     place: Place, workbench: Workbench, hub: HubServer, nodes: str
 ) -> None:
     run = up_until_weights_come(place, workbench, hub, nodes)
@@ -73,6 +73,14 @@ def test_weights_come_by_a_job_before_nodes_start(
     assert len(fetches(workbench)) == 1 and kept(workbench).is_dir()
     assert call("down", "one", "--weights").code == 0
     assert not kept(workbench).exists()
+
+    workbench.pods.n_free = 0  # type: ignore[attr-defined]
+    assert call("up", file(place, workbench, hub, nodes=nodes), "--json", "--no-wait").code == 0
+    hub.token = "hf_of_ada"
+    workbench.pods.n_free = None  # type: ignore[attr-defined]
+    until(lambda: "the weights could not be fetched" in reason(place), "the hub refuses them: the reason")
+    assert len(fetches(workbench)) == 2, "another run would end as this one"
+    assert call("down", "one").code == 0
 
 
 @pytest.mark.nightly
@@ -95,17 +103,4 @@ def test_a_killed_fetch_continues_and_other_deployments_find_what_came(
     done = call("down", "two", "--weights")
     assert done.code == 2 and 'cannot remove the weights of "two": one uses them' in done.err, done
     assert kept(workbench).is_dir() and now(run).phase == "ready"
-    assert call("down", "one").code == 0
-
-
-@pytest.mark.nightly
-def test_weights_that_a_hub_refuses_end_the_start_with_its_reason(
-    place: Place, workbench: Workbench, hub: HubServer
-) -> None:
-    workbench.pods.n_free = 0  # type: ignore[attr-defined]
-    assert call("up", file(place, workbench, hub), "--json", "--no-wait").code == 0
-    hub.token = "hf_of_ada"
-    workbench.pods.n_free = None  # type: ignore[attr-defined]
-    until(lambda: "the weights could not be fetched" in reason(place), "the reason")
-    assert len(fetches(workbench)) == 1, "another run would end as this one"
     assert call("down", "one").code == 0

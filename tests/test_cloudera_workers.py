@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cloudera_rig import file_for, left, up
+from cloudera_rig import file_for, up
 from launching import PROMPT, Place, call, now, replica_of, wait_ready
 from waiting import until
 
-from penstock import targets
 from penstock.targets.cloudera import launcher
 from penstock.targets.cloudera.launcher import Launcher
-from penstock.testing.conformance import check_target
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_workbench.server import Workbench
 from penstock.testing.fake_workbench.workloads import Workload
@@ -174,7 +171,11 @@ def answers() -> bool:
 @pytest.mark.nightly
 @pytest.mark.hosts
 def test_a_deployment_lives_on_workers(place: Place, workbench: Workbench) -> None:
-    run, _ = up(place, workbench, **WORKERS)
+    workbench.refuses_workers = "quota exceeded: 2 CPU of 2 in use"
+    assert call("up", file_for(place, workbench, **WORKERS), "--json", "--no-wait").code == 0
+    run = place.run()
+    until(lambda: "was not launched: quota exceeded" in call("status", "one").out, "the words of the workbench")
+    workbench.refuses_workers = None
     wait_ready(run)
     assert answers() and workbench.workloads.jobs == {}
     assert "penstock: ready after" in call("logs", "one", "--replica", "0").out
@@ -213,25 +214,3 @@ def test_workers_that_ended_with_their_application_are_placed_anew(place: Place,
     assert call("up", file_for(place, workbench, **WORKERS), "--json").code == 0
     wait_ready(run)
     assert answers()
-
-
-@pytest.mark.hosts
-@pytest.mark.nightly
-def test_a_worker_that_is_refused_is_the_reason(place: Place, workbench: Workbench) -> None:
-    workbench.refuses_workers = "quota exceeded: 2 CPU of 2 in use"
-    assert call("up", file_for(place, workbench, **WORKERS), "--json", "--no-wait").code == 0
-    run = place.run()
-
-    def says(text: str) -> Callable[[], bool]:
-        return lambda: text in call("status", "one").out
-
-    until(says("was not launched: quota exceeded"), "the words of the workbench")
-    workbench.refuses_workers = None
-    wait_ready(run)
-
-
-@pytest.mark.hosts
-@pytest.mark.nightly
-def test_workers_keep_the_contract_of_targets(place: Place, workbench: Workbench) -> None:
-    run, launch = place.written(file_for(place, workbench, **WORKERS))
-    check_target(targets.load("cloudera"), run, launch, sys.executable, lambda: left(workbench))
