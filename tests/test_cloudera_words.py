@@ -93,18 +93,10 @@ def test_a_replica_is_where_its_nodes_are() -> None:
             None,
             "failed without a word: most often its pod needed more memory than 48 GB; raise cloudera.memory_gb",
         ),
-        (
-            PodNote(),
-            "OOMKilled",
-            "failed: its pod needed more memory than 48 GB; raise cloudera.memory_gb (OOMKilled)",
-        ),
+        (PodNote(), "OOMKilled", "failed: its pod needed more memory than 48 GB; raise cloudera.memory_gb (OOMKilled)"),
         (PodNote(), "ImagePullBackOff", "failed: ImagePullBackOff"),
         (PodNote(began_at=1.0, ended_at=2.0, code=3), None, "failed: penstock ended with code 3"),
-        (
-            PodNote(reason="the runtime has Python 3.10"),
-            None,
-            "failed: the runtime has Python 3.10",
-        ),
+        (PodNote(reason="the runtime has Python 3.10"), None, "failed: the runtime has Python 3.10"),
     ],
 )
 def test_why_a_run_failed(note: PodNote, failure: str | None, reason: str) -> None:

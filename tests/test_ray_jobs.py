@@ -222,9 +222,7 @@ def test_a_cluster_that_is_too_small_is_told_with_all_else_that_is_wrong(cluster
     assert found["hardware.nodes"].message == "3 nodes with 4 GPUs, but the cluster has 2 alive"
     (problem,) = RayJobs().check(deployment(hardware={"gpus_per_node": 8}))
     assert problem == Problem(
-        "hardware.gpus_per_node",
-        "8, but the largest of 2 nodes has 4 GPUs for Ray",
-        "start Ray there with --num-gpus",
+        "hardware.gpus_per_node", "8, but the largest of 2 nodes has 4 GPUs for Ray", "start Ray there with --num-gpus"
     )
     assert RayJobs().check(deployment(hardware={"nodes": 2, "gpus_per_node": 4})) == []
 

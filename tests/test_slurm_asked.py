@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import getpass
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import NoReturn
 
 import msgspec
 import pytest
+from place_stubs import Clock, SlurmStub
 from samples import NOW, deployment, draft
 
 from penstock.errors import PenstockError, UserError
@@ -18,93 +19,80 @@ from penstock.run_folder import Artifact, Handle, Kind, ReplicaStatus, Run, Stat
 from penstock.spec.deployment import Deployment, GatewaySpec
 from penstock.targets.slurm import commands as commands_module
 from penstock.targets.slurm import script, target
-from penstock.targets.slurm.queue import SEPARATOR
 
 
-class Commands:
-    """A queue, and the commands that were asked of it. Time passes only in sleeps and while squeue does not answer."""
+class Commands(SlurmStub, Clock):
+    """The queue of place_stubs, with jobs that stay as they are told to be, and the commands that were asked of it."""
 
     def __init__(self) -> None:
-        self.now, self.asked, self.states = 1000.0, list[list[str]](), dict[str, str]()
-        self.prefix, self.folder, self.n_silent = "penstock-one-", "", 0  # so many times the next squeue fails
-        self.n_unheard = 0  # so many times the next scancel fails
-        self.has_steps, self.submitted, self.reason = True, "17\n", "None"
-        self.on_sleep: Callable[[], None] = lambda: None
+        Clock.__init__(self)
+        self.asked, self.jobs = list[list[str]](), dict[str, dict[str, str]]()
+        self.prefix, self.folder, self.reason, self.submitted = "penstock-one-", "", "None", "17\n"
+        self.n_silent = self.n_unheard = 0  # so many times the next squeue, the next scancel fails
+        self.has_steps = True
 
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self.on_sleep()
-
-    def __call__(self, words: Sequence[str], *_: object, **__: object) -> CompletedProcess[str]:
+    def ask(self, words: Sequence[str], *_: object, **__: object) -> CompletedProcess[str]:
         self.asked.append(list(words))
-        if "-s" in words and not self.has_steps:
-            return CompletedProcess(words, 1, "", "slurm_get_job_steps error: Socket timed out\n")
+        fails = "-s" in words and not self.has_steps
         if words[0] == "squeue" and self.n_silent > 0:
-            self.n_silent -= 1
-            self.now += 1.0
-            return CompletedProcess(words, 1, "", "slurm_load_jobs error: Socket timed out on send/recv operation\n")
+            self.n_silent, self.now, fails = self.n_silent - 1, self.now + 1.0, True
         if words[0] == "scancel" and self.n_unheard > 0:
-            self.n_unheard -= 1
-            return CompletedProcess(words, 1, "", "scancel: error: Socket timed out\n")
-        return CompletedProcess(words, 0, getattr(self, words[0])(list(words[1:])), "")
+            self.n_unheard, fails = self.n_unheard - 1, True
+        return CompletedProcess(words, 1, "", "error: Socket timed out\n") if fails else super().ask(words)
 
-    def squeue(self, words: Sequence[str]) -> str:
-        if "-s" in words:
-            return "".join(f"{job}.0\n" for job, state in self.states.items() if state == "RUNNING")
-        assert words[words.index("-u") + 1] == getpass.getuser()
-        rows = (
-            (job, state, "N/A", "N/A", "n1", f"{self.prefix}{job}", self.folder, self.reason)
-            for job, state in self.states.items()
-        )
-        return "".join(SEPARATOR.join(row) + "\n" for row in rows)
+    def become(self, **states: str) -> None:
+        """`j1="RUNNING"`: job 1 runs."""
+        for name, state in states.items():
+            row = {"name": f"{self.prefix}{name[1:]}", "folder": self.folder, "state": state}
+            self.jobs[name[1:]] = row
 
-    def scancel(self, words: Sequence[str]) -> str:
-        if not words[0].startswith("-"):
-            self.states |= dict.fromkeys(words, "CANCELLED")
-        return ""
-
-    def scontrol(self, words: Sequence[str]) -> str:
-        return ""
-
-    def sbatch(self, words: Sequence[str]) -> str:
-        return self.submitted
-
-    def sacct(self, words: Sequence[str]) -> str:
-        return "1|CANCELLED by 1000\n"
+    def states(self) -> dict[str, str]:
+        return {number: job["state"] for number, job in self.jobs.items()}
 
     def of(self, name: str) -> list[list[str]]:
         return [words[1:] for words in self.asked if words[0] == name]
+
+    def _move(self) -> None:
+        pass
+
+    def _squeue(self, words: list[str]) -> str:
+        assert "-s" in words or words[words.index("-u") + 1] == getpass.getuser()
+        return super()._squeue(words).replace("None\n", f"{self.reason}\n")
+
+    def _scancel(self, words: list[str]) -> str:
+        if not words[0].startswith("-"):
+            self.become(**{f"j{number}": "CANCELLED" for number in words})
+        return ""
+
+    def _sbatch(self, words: list[str]) -> str:
+        return self.submitted
+
+    def _sacct(self, words: list[str]) -> str:
+        return "1|CANCELLED by 1000\n"
 
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
     scripted = Commands()
     for module in (commands_module, target):
-        monkeypatch.setattr(module, "ask", scripted)
+        monkeypatch.setattr(module, "ask", scripted.ask)
         monkeypatch.setattr(module, "time", scripted)
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     return scripted
 
 
-def run_of(commands: Commands, states: Mapping[str, str], is_gateway: bool = False) -> Run:
-    """A run whose replicas' jobs, or whose gateway's, are these; the handle has them all."""
+def run_of(commands: Commands, is_gateway: bool = False, **states: str) -> Run:
+    """A run whose replicas' jobs, or whose gateway's, are these (`j1="RUNNING"`); the handle has them all."""
     wanted: Deployment = msgspec.structs.replace(deployment(name="one"), target="slurm")
-    placed: tuple[Kind, ...] = ("replica",)
+    kind: Kind = "gateway" if is_gateway else "replica"
     if is_gateway:
         wanted = msgspec.structs.replace(wanted, gateway=GatewaySpec(on="job", auth="keys", drain_s=10))
-        placed, commands.prefix = ("replica", "gateway"), "penstock-one-gateway-"
-    sbatch = Artifact(("sbatch", "{replica}"), {})
-    run = create(msgspec.structs.replace(draft(wanted), placed=placed, artifact=sbatch), NOW)
-    commands.states = dict(states)
+        commands.prefix = "penstock-one-gateway-"
+    facts = {"placed": ("replica", "gateway")[: 1 + is_gateway], "artifact": Artifact(("sbatch", "{replica}"), {})}
+    run = create(msgspec.structs.replace(draft(wanted), **facts), NOW)
     commands.folder = str(run.gateway_folder if is_gateway else run.path)
-    kind: Kind = "gateway" if is_gateway else "replica"
-    entries = {Unit(kind, str(name)).key: {"job": job} for name, job in enumerate(states)}
+    commands.become(**states)
+    entries = {Unit(kind, str(name)).key: {"job": job} for name, job in enumerate(commands.jobs)}
     run.write_handle(Handle("slurm", entries))
     return run
 
@@ -113,7 +101,7 @@ TERM = ["--signal=TERM", "--batch", "1"]
 
 
 def test_a_gateway_is_told_once_to_drain_and_cancelled_after_its_time(commands: Commands) -> None:
-    run, slurm = run_of(commands, {"1": "RUNNING"}, is_gateway=True), target.Slurm()
+    run, slurm = run_of(commands, is_gateway=True, j1="RUNNING"), target.Slurm()
     commands.n_unheard = 1
     slurm.place(run, [])
     assert not list(run.gateway_folder.glob("told-*"))
@@ -128,11 +116,11 @@ def test_a_gateway_is_told_once_to_drain_and_cancelled_after_its_time(commands: 
     assert commands.of("scancel") == [TERM] * 2, "it has its time"
     commands.now += 20
     slurm.keep_up(run)
-    assert commands.states == {"1": "CANCELLED"}
+    assert commands.states() == {"1": "CANCELLED"}
 
 
 def test_a_squeue_that_fails_once_does_not_break_off_an_end(commands: Commands) -> None:
-    run, slurm = run_of(commands, {"1": "RUNNING", "2": "RUNNING"}), target.Slurm()
+    run, slurm = run_of(commands, j1="RUNNING", j2="RUNNING"), target.Slurm()
     sleeps = iter(range(1, 100))
 
     def on_sleep() -> None:
@@ -140,18 +128,18 @@ def test_a_squeue_that_fails_once_does_not_break_off_an_end(commands: Commands) 
         if n_sleeps == 2:
             commands.n_silent = 3
         if n_sleeps == 8:
-            commands.states = {"1": "COMPLETED", "2": "COMPLETED"}
+            commands.become(j1="COMPLETED", j2="COMPLETED")
 
-    commands.on_sleep = on_sleep
+    commands.on_sleep.append(on_sleep)
     slurm.end(run, 30.0)
     assert commands.of("scancel") == [["--signal=INT", "1"], ["--signal=INT", "2"]], "they drained"
 
 
 def test_an_end_begins_when_slurm_is_back(commands: Commands) -> None:
-    run, slurm = run_of(commands, {"1": "PENDING"}), target.Slurm()
+    run, slurm = run_of(commands, j1="PENDING"), target.Slurm()
     commands.n_silent = 3
     slurm.end(run, 30.0)
-    assert commands.states == {"1": "CANCELLED"}
+    assert commands.states() == {"1": "CANCELLED"}
     commands.n_silent = 1000
     began = commands.now
     with pytest.raises(PenstockError, match="Socket timed out"):
@@ -160,15 +148,15 @@ def test_an_end_begins_when_slurm_is_back(commands: Commands) -> None:
 
 
 def test_a_job_that_runs_is_drained_even_if_slurm_does_not_list_its_steps(commands: Commands) -> None:
-    run, slurm = run_of(commands, {"1": "RUNNING", "2": "PENDING", "3": "COMPLETED"}), target.Slurm()
+    run, slurm = run_of(commands, j1="RUNNING", j2="PENDING", j3="COMPLETED"), target.Slurm()
     commands.has_steps = False
-    commands.on_sleep = lambda: commands.states.update({"1": "COMPLETED"})
+    commands.on_sleep.append(lambda: commands.become(j1="COMPLETED"))
     slurm.end(run, 30.0)
     assert commands.of("scancel") == [["2", "3"], ["--signal=INT", "1"]]
 
 
 def test_a_job_that_went_to_another_cluster_is_taken_back(commands: Commands) -> None:
-    run, slurm = run_of(commands, {}, is_gateway=True), target.Slurm()
+    run, slurm = run_of(commands, is_gateway=True), target.Slurm()
     commands.submitted = "17;gpu\n"
     with pytest.raises(UserError, match='sbatch sent it to cluster "gpu"'):
         slurm.place(run, [Unit("gateway", "0")])
@@ -226,27 +214,33 @@ def test_sbatch_does_not_see_variables_that_override_the_script(
 
 
 def test_a_successor_avoids_the_machine_of_a_replica_that_does_not_report(commands: Commands) -> None:
-    run, slurm = run_of(commands, {"1": "RUNNING"}), target.Slurm()
+    run, slurm = run_of(commands, j1="RUNNING"), target.Slurm()
     run.write_state(State(0.0, "degraded", 1, (ReplicaStatus("0", "silent", "placed"),)))
     handle = slurm.place(run, [replica("0"), replica("2")])
     assert set(handle.units) == {"replica/0", "replica/2"}
     (words,) = commands.of("sbatch")
-    assert words[0] == "--exclude=n1"
+    assert words[0] == "--exclude=node1"
     began = commands.now
     slurm.end(run, 130.0)
     assert (commands.of("scancel"), commands.now) == ([["1"]], began), "nothing there would drain"
 
 
-def test_a_requeued_job_is_started_now_and_not_after_two_minutes(commands: Commands) -> None:
-    run, slurm = run_of(commands, {"1": "PENDING"}), target.Slurm()
+def test_a_requeued_job_is_the_same_replica_in_the_queue_and_is_started_now_and_not_after_two_minutes(
+    commands: Commands,
+) -> None:
+    run, slurm = run_of(commands, j1="RUNNING"), target.Slurm()
+    assert slurm.status(run)[replica("0")].state == "placed"
+    commands.become(j1="PENDING")
     for commands.reason, n_updates in (("Resources", 0), ("BeginTime", 1), ("BeginTime", 1)):
-        commands.now += 2
+        commands.now += 5
         slurm.keep_up(run)
         assert commands.of("scontrol") == [["update", "jobid=1", "starttime=now"]] * n_updates
+    row = slurm.status(run)[replica("0")]
+    assert row.state == "queued" and (row.reason or "").startswith("job 1 was requeued: its earliest start")
 
 
 def test_sacct_is_asked_once_who_cancelled_a_job(commands: Commands) -> None:
-    run, slurm = run_of(commands, {"1": "CANCELLED"}), target.Slurm()
+    run, slurm = run_of(commands, j1="CANCELLED"), target.Slurm()
     for _ in range(3):
         commands.now += 60
         placement = slurm.status(run)[replica("0")]
@@ -254,23 +248,14 @@ def test_sacct_is_asked_once_who_cancelled_a_job(commands: Commands) -> None:
         assert placement.reason == "its job 1 was cancelled by hand (by uid 1000)"
     assert len(commands.of("sacct")) == 1
     commands.now += 60
-    commands.states["1"] = "PENDING"
+    commands.become(j1="PENDING")
     assert slurm.status(run)[replica("0")].state == "queued", "requeued by hand, it is not over"
 
 
 def test_a_job_that_a_killed_controller_submitted_from_zero_is_taken_over(commands: Commands) -> None:
-    run, slurm = run_of(commands, {"0": "PENDING"}), target.Slurm()
+    run, slurm = run_of(commands, j0="PENDING"), target.Slurm()
     run.write_handle(Handle("slurm", {}, ordered=("0",)))
     assert slurm.place(run, [Unit("replica", "0")]).units == {"replica/0": {"job": "0"}}
     assert commands.of("sbatch") == commands.of("scancel") == []
     assert slurm.place(run, []).units == {}
     assert commands.of("scancel") == [["0"]], "it is not wanted any more"
-
-
-def test_a_requeued_job_is_the_same_replica_in_the_queue_again(commands: Commands) -> None:
-    run, slurm = run_of(commands, {"1": "RUNNING"}), target.Slurm()
-    assert slurm.status(run)[replica("0")].state == "placed"
-    commands.states["1"], commands.reason = "PENDING", "BeginTime"
-    commands.now += 5
-    row = slurm.status(run)[replica("0")]
-    assert row.state == "queued" and (row.reason or "").startswith("job 1 was requeued: its earliest start")

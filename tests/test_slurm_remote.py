@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -55,6 +56,17 @@ class Laptop:
     def call(self, *words: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(self.argv(*words), env=self.env, capture_output=True, text=True)
 
+    @contextmanager
+    def holding(self, *words: object) -> Iterator[str]:
+        """The first line of a verb that goes on until Ctrl-C."""
+        child = subprocess.Popen(self.argv(*words), env=self.env, stdout=subprocess.PIPE, text=True)
+        try:
+            assert child.stdout is not None
+            yield child.stdout.readline().strip()
+        finally:
+            child.send_signal(signal.SIGINT)
+            assert end(child) == 0
+
 
 @pytest.fixture
 def laptop(slurm: Slurm, tmp_path: Path) -> Iterator[Laptop]:
@@ -77,22 +89,12 @@ def test_every_verb_works_by_name_from_a_laptop(laptop: Laptop) -> None:
     assert laptop.call("up", file, "--set", "engine.args.load-s=0.2").returncode == 2, "its exit code is passed on"
     done = laptop.call("bench", "serve", "one", "--requests", 4, "--concurrency", 2, "--max-tokens", 4, "--json")
     assert measured(done.returncode, done.stdout)["completed"] == 4
-    child = subprocess.Popen(laptop.argv("tunnel"), env=laptop.env, stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout is not None
-        url = child.stdout.readline().split()[3].removesuffix("/v1")
+    with laptop.holding("tunnel") as line:
+        url = line.split()[3].removesuffix("/v1")
         assert Client(url).chat([{"role": "user", "content": "a b"}], max_tokens=2).text == "1:a 2:b"
-    finally:
-        child.send_signal(signal.SIGINT)
-        assert end(child) == 0
-    child = subprocess.Popen(laptop.argv("ui", "one", "--no-open"), env=laptop.env, stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout is not None
-        page = child.stdout.readline().strip().removesuffix("/")
-        assert Client(page).get_text("/health") == "ok\n" and laptop.desk.status()["ui"]["state"] == "running"
-    finally:
-        child.send_signal(signal.SIGINT)
-        assert end(child) == 0
+    with laptop.holding("ui", "one", "--no-open") as page:
+        assert Client(page.removesuffix("/")).get_text("/health") == "ok\n"
+        assert laptop.desk.status()["ui"]["state"] == "running"
     child = subprocess.Popen(
         laptop.argv("tunnel"), env=laptop.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from penstock import targets
+from penstock.errors import SpecError
 from penstock.models import ModelFacts
 from penstock.planner import Need, Plan
 from penstock.run_folder import Launch
@@ -132,6 +133,13 @@ def test_a_page_of_a_controller_in_a_job_has_a_login() -> None:
     (problem,) = slurm_script.problems(open_to_all, RUN + "one")
     assert (problem.path, problem.message.split(" reaches")[0]) == ("ui.login", "everyone who")
     assert slurm_script.problems(msgspec.structs.replace(open_to_all, ui=True), RUN + "one") == []
+
+
+def test_a_gateway_in_a_job_needs_keys() -> None:
+    with pytest.raises(SpecError) as caught:
+        reading.from_mapping({"model": "m", "target": "slurm", "gateway": {"on": "job", "auth": "none"}})
+    (problem,) = caught.value.problems
+    assert (problem.path, problem.hint) == ("gateway.auth", "set gateway.auth: keys, or on: login")
 
 
 def test_good_words_are_taken_and_a_run_folder_that_a_script_cannot_name_is_refused() -> None:

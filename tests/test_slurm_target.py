@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
-from pathlib import Path
 
 import pytest
 from hosts_slurm import PROCTRACKS
 from slurm_cluster import ENV, Desk
-
-from penstock.models.files import BUNDLED
 
 pytestmark = pytest.mark.hosts
 
@@ -61,32 +57,6 @@ def test_a_deployment_comes_up_scales_and_leaves_nothing(desk: Desk) -> None:
     assert job["JobState"] == "COMPLETED", "it ended by itself, and was not cancelled"
 
 
-@both
-@pytest.mark.nightly
-def test_two_nodes_make_one_replica(desk: Desk) -> None:
-    desk.up(desk.write(hardware={"nodes": 2}, engine={"executor": "mp"}))
-    told = desk.replica()["announcement"]["nodes"]
-    assert [node["host"] for node in told] == ["node1", "node2"]
-    assert desk.answer().startswith("1:tell 2:me")
-    desk.down("--now")
-
-
-@pytest.mark.nightly  # the same as on other targets
-def test_each_node_copies_the_model_to_its_own_scratch_before_its_engine_starts(desk: Desk) -> None:
-    shutil.copytree(BUNDLED, desk.home / "model")
-    slurm = {"prologue": ["export SCRATCH=/var/tmp/scratch-$SLURMD_NODENAME", "mkdir -p $SCRATCH"]}
-    file = desk.write(model="/root/model", cache={"stage": "$SCRATCH/models"}, hardware={"nodes": 2}, slurm=slurm)
-    desk.up(file)
-    assert desk.answer().startswith("1:tell 2:me")
-    find = ["sh", "-c", "find /var/tmp/scratch-*/models -name MANIFEST.json"]
-    copies = [host.run(find).stdout.split() for host in desk.slurm.hosts]
-    assert [(len(names), names[0].split("/")[3]) for names in copies] == [(1, "scratch-node1"), (1, "scratch-node2")]
-    for host, (name,) in zip(desk.slurm.hosts, copies, strict=True):
-        host.run(["sh", "-c", f"cd {name.rpartition('/')[0]} && sha256sum *.safetensors > ../here"])
-        assert host.run(["sh", "-c", f"cd /root/model && sha256sum -c {Path(name).parent.parent}/here"]).returncode == 0
-    desk.down()
-
-
 @pytest.mark.nightly
 def test_a_home_that_the_nodes_do_not_see_is_named_after_one_job(desk: Desk) -> None:
     file, env = desk.write(), {**ENV, "PENSTOCK_HOME": "/var/tmp/home-of-login"}
@@ -97,9 +67,8 @@ def test_a_home_that_the_nodes_do_not_see_is_named_after_one_job(desk: Desk) -> 
         return done.stdout + done.stderr
 
     printed = ask("up", file)
-    job = int(
-        re.findall(r"its job (\d+) could not start: node1 does not see /var/tmp/home-of-login/runs/one", printed)[0]
-    )
+    said = r"its job (\d+) could not start: node1 does not see /var/tmp/home-of-login/runs/one"
+    job = int(re.findall(said, printed)[0])
     assert "Set PENSTOCK_HOME to a folder on a file system that all nodes have." in printed
     assert desk.slurm.job(job)["JobState"] == "FAILED" and not desk.slurm.job(job + 1), "one job"
     assert "the nodes do not see /var/tmp/home-of-login." in ask("doctor", file, "--quick")

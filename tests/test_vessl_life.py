@@ -5,36 +5,25 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-from collections.abc import Iterator
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from launching import Asking, ask, call, now, wait_ready
-from vessl_rig import Rented, rented
+from vessl_rig import Rented, place, up  # noqa: F401 - a fixture
 from waiting import left_s, until
 
 from penstock import targets
 from penstock.deployment import live
-from penstock.run_folder import Run, find
+from penstock.run_folder import Launch, find
 from penstock.targets.vessl import run_yaml
+from penstock.testing.conformance import check_target
 from penstock.testing.fake_vessl.account import Fault
 from penstock.wire.client import Client
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Rented]:
-    with rented(tmp_path) as ours:
-        yield ours
-
-
-def up(file: Path, *flags: str) -> tuple[Run, str]:
-    """The run and the client's key."""
-    done = call("up", file, "--json", *flags)
-    assert done.code == 0, done
-    return find(done.events[0]["name"]), next(str(event["key"]) for event in done.events if event.get("key"))
 
 
 def test_a_file_becomes_a_run_that_answers_is_changed_and_ends_without_a_trace(place: Rented, tmp_path: Path) -> None:
@@ -132,16 +121,25 @@ def test_another_machine_finds_the_run_shows_it_and_ends_it(
 
 
 @pytest.mark.nightly
-def test_a_run_whose_creation_was_not_confirmed_is_found_and_not_made_twice(place: Rented) -> None:
-    place.world.faults.append(Fault("POST .*/create_from_yaml", 503, "Unavailable", "timeout", is_after=True))
-    run, key = up(place.write())
+@pytest.mark.parametrize(
+    ("kind", "calls"),
+    [("run", ["create_from_yaml"]), ("service", ["model_services$", "create_with_yaml", "rollouts$"])],
+)
+def test_what_was_made_without_an_answer_is_found_and_not_made_twice(
+    place: Rented, kind: str, calls: list[str]
+) -> None:
+    for lost in calls:
+        place.world.faults.append(Fault(f"POST .*/{lost}", 503, "Unavailable", "timeout", is_after=True))
+    run, key = up(place.write(vessl={"kind": kind}))
     ask(run, key=key)
-    assert len(place.world.runs) == 1
-    # Killed between the call and the note of it.
-    (run.path / "vessl.json").unlink()
-    targets.load.cache_clear()
-    assert call("up", place.place.folder / "one.yaml").code == 0
-    assert len(place.world.runs) == 1
+    made = [len(service.revisions) for service in place.world.services.values()]
+    assert (len(place.world.runs), made) == ((1, []) if kind == "run" else (0, [1]))
+    assert not [fault for fault in place.world.faults if fault.n_times], "each was met"
+    if kind == "run":
+        (run.path / "vessl.json").unlink()  # killed between the call and the note of it
+        targets.load.cache_clear()
+        assert call("up", place.place.folder / "one.yaml").code == 0
+        assert len(place.world.runs) == 1
     assert call("down", "one", "--now").code == 0
 
 
@@ -161,18 +159,44 @@ def test_a_spot_reclaim_is_reported_and_up_starts_it_again(place: Rented) -> Non
 
 
 @pytest.mark.nightly
-def test_a_start_that_the_container_refuses_fails_with_its_reason_and_leaves_nothing(place: Rented) -> None:
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        pytest.param(
+            {"vessl": {"preset": "gpu-l4-small"}, "hardware": {"gpu": "l4"}}, ('"l4", but', "has no GPU"), id="no-gpu"
+        ),
+        pytest.param(
+            {"args": {"oom": "kv-cache"}}, ("could not start replica 0", "its last lines:", "KV cache"), id="engine"
+        ),
+    ],
+)
+def test_a_start_that_fails_in_the_container_ends_with_its_reason_and_leaves_nothing(
+    place: Rented, fields: dict[str, Any], words: tuple[str, ...]
+) -> None:
     """VESSL calls the preset's machine one with an L4, and the container has none."""
-    done = call("up", place.write(vessl={"preset": "gpu-l4-small"}, hardware={"gpu": "l4"}))
-    assert done.code != 0 and '"l4", but' in done.err and "has no GPU" in done.err, done
+    done = call("up", place.write(**fields))
+    assert done.code != 0 and [word for word in words if word not in done.err] == [], done
     until(lambda: not place.leftovers(), "nothing is left")
 
 
 @pytest.mark.nightly
-def test_an_engine_that_cannot_start_fails_the_start_with_its_last_lines(place: Rented) -> None:
-    done = call("up", place.write(args={"oom": "kv-cache"}))
-    assert done.code == 1 and "could not start replica 0" in done.err and "its last lines:" in done.err, done
-    assert "KV cache" in done.err and place.leftovers() == []
+def test_a_start_that_vessl_cannot_make_ends_with_its_words_and_leaves_nothing(place: Rented) -> None:
+    place.world.faults.append(Fault("POST .*/create_from_yaml", 403, "InsufficientCredit", "no credit"))
+    file = place.write()
+    done = call("up", file)
+    assert done.code == 1 and "this is not allowed (no credit)" in done.err, done
+    assert place.leftovers() == []
+    port = int(yaml.safe_load(file.read_text("utf-8"))["gateway"]["port"]) + 1
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", port))
+        taken.listen()
+        done = call("up", file)
+    assert done.code == 1 and f"cannot listen on control port 0.0.0.0:{port}" in done.err, done
+    assert place.leftovers() == []
+    place.world.pace.pull_error = "cannot pull penstock/fake:1: not found"
+    done = call("up", file)
+    assert done.code == 1 and "cannot pull penstock/fake:1: not found" in done.err, done
+    place.place.note(find("one"))
 
 
 @pytest.mark.nightly
@@ -187,34 +211,6 @@ def test_a_failed_start_that_no_machine_ends_ends_itself(place: Rented, monkeypa
 
 
 @pytest.mark.nightly
-def test_a_container_that_cannot_start_is_reported_with_its_last_words(place: Rented) -> None:
-    file = place.write()
-    port = int(yaml.safe_load(file.read_text("utf-8"))["gateway"]["port"]) + 1
-    with socket.socket() as taken:
-        taken.bind(("0.0.0.0", port))
-        taken.listen()
-        done = call("up", file)
-    assert done.code == 1 and f"cannot listen on control port 0.0.0.0:{port}" in done.err, done
-    assert place.leftovers() == []
-
-
-@pytest.mark.nightly
-def test_an_image_that_cannot_be_pulled_fails_the_start(place: Rented) -> None:
-    place.world.pace.pull_error = "cannot pull penstock/fake:1: not found"
-    done = call("up", place.write())
-    assert done.code == 1 and "cannot pull penstock/fake:1: not found" in done.err, done
-    place.place.note(find("one"))
-
-
-@pytest.mark.nightly
-def test_no_credit_at_the_last_moment_changes_nothing(place: Rented) -> None:
-    place.world.faults.append(Fault("POST .*/create_from_yaml", 403, "InsufficientCredit", "no credit"))
-    done = call("up", place.write())
-    assert done.code == 1 and "this is not allowed (no credit)" in done.err, done
-    assert place.leftovers() == []
-
-
-@pytest.mark.nightly
 def test_a_deployment_ends_itself_when_its_time_is_over(place: Rented) -> None:
     run, _ = up(place.write(vessl={"max_hours": 0.002}))
     until(lambda: now(run).phase == "down", "its time is over")
@@ -223,7 +219,23 @@ def test_a_deployment_ends_itself_when_its_time_is_over(place: Rented) -> None:
 
 
 @pytest.mark.nightly
-def test_an_address_that_is_not_known_yet_is_waited_for(place: Rented) -> None:
+@pytest.mark.parametrize(("kind", "calls"), [("run", "run_executions"), ("service", "model_services")])
+def test_an_outage_of_vessl_changes_nothing(
+    place: Rented, kind: str, calls: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.targets.vessl.api._sleep", lambda _: None)
+    run, key = up(place.write(vessl={"kind": kind}))
+    place.world.faults.append(Fault(f"GET .*/{calls}/", 502, "BadGateway", "bad gateway", n_times=10_000))
+    until(lambda: "bad gateway" in call("status", "one").out, "it is said")
+    assert "this is what was seen at" in call("status", "one").out
+    ask(run, key=key)
+    place.world.faults.clear()
+    wait_ready(run)
+    assert call("down", "one").code == 0
+
+
+@pytest.mark.nightly
+def test_a_late_address_is_waited_for_and_an_idle_run_is_charged_until_down_ends_it(place: Rented) -> None:
     place.world.pace.endpoint_s = 2.0
     done = call("up", place.write(), "--no-wait", "--json")
     assert done.code == 0 and done.events[0]["url"] is None, done
@@ -232,29 +244,18 @@ def test_an_address_that_is_not_known_yet_is_waited_for(place: Rented) -> None:
     assert chat.code != 0 and "has no address yet" in chat.err, chat
     wait_ready(run)
     assert run.known_url is not None
-
-
-@pytest.mark.nightly
-def test_an_outage_of_vessl_changes_nothing(place: Rented, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.targets.vessl.api._sleep", lambda _: None)
-    run, key = up(place.write())
-    place.world.faults.append(Fault("GET .*/run_executions/", 502, "BadGateway", "bad gateway", n_times=10_000))
-    until(lambda: "bad gateway" in call("status", "one").out, "it is said")
-    assert "this is what was seen at" in call("status", "one").out
-    ask(run, key=key)
-    place.world.faults.clear()
-    wait_ready(run)
-
-
-@pytest.mark.nightly
-def test_an_idle_run_is_charged_and_down_ends_it(place: Rented) -> None:
-    run, _ = up(place.write())
     (rented_run,) = place.world.living
     rented_run.form["termination_protection"] = True  # somebody set it by hand
-    client = targets.load("vessl")
-    assert {row.state for row in client.status(run).values()} == {"placed"}
+    assert {row.state for row in targets.load("vessl").status(run).values()} == {"placed"}
     rented_run.kill()
     until(lambda: rented_run.status == "idle", "its command has ended")
     until(lambda: "still charged" in call("status", "one").out, "the charge is named")
     assert call("down", "one").code == 0
     assert place.leftovers() == []
+
+
+@pytest.mark.nightly  # in `make check` on containers in memory
+def test_vessl_keeps_the_contract_of_targets(place: Rented) -> None:
+    run, launch = place.place.written(place.write())
+    launch = Launch("one", launch.plan, launch.announce_urls, launch.token_file)
+    check_target(targets.load("vessl"), run, launch, sys.executable, place.leftovers)

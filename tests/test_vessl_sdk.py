@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from penstock.testing.fake_vessl.server import FakeVessl
 pytestmark = pytest.mark.processes
 GOLDEN = Path(__file__).parent / "golden" / "vessl"
 WALK = Path(__file__).with_name("vessl_judge_forms.py")
+Cli = Callable[..., str]
 # Commands of VESSL's CLI one after the other: its imports take a second.
 SEVERAL = """
 import sys
@@ -29,7 +30,13 @@ for words in sys.argv[1:]:
 @pytest.fixture
 def vessl(tmp_path: Path) -> Iterator[FakeVessl]:
     with FakeVessl(tmp_path / "vessl") as fake:
+        fake.world.secrets["penstock-llama8"] = (1, "a-token-of-the-fake")
         yield fake
+
+
+@pytest.fixture
+def cli(vessl: FakeVessl, tmp_path: Path) -> Cli:
+    return lambda *words: vessl_judge.run("python", ["-c", SEVERAL, *words], tmp_path, vessl.variables)
 
 
 @pytest.mark.nightly
@@ -53,17 +60,12 @@ def test_the_sdk_takes_every_golden_and_has_the_forms_of_the_table(tmp_path: Pat
 
 
 @pytest.mark.nightly
-def test_vessls_own_cli_lives_with_the_fake(vessl: FakeVessl, tmp_path: Path) -> None:
+def test_vessls_own_cli_lives_with_the_fake(vessl: FakeVessl, cli: Cli, tmp_path: Path) -> None:
     """A rendered run, whose command is replaced by one that ends: created, listed, read, its log, terminated."""
     text = (GOLDEN / "plain.yaml").read_text("utf-8")
     head, _, rest = text.partition("- command: |-\n")
     file = tmp_path / "run.yaml"
     file.write_text(f"{head}- command: echo hello; exec sleep 60\nenv:\n{rest.partition('env:')[2]}", "utf-8")
-    vessl.world.secrets["penstock-llama8"] = (1, "a-token-of-the-fake")
-
-    def cli(*commands: str) -> str:
-        return vessl_judge.run("python", ["-c", SEVERAL, *commands], tmp_path, vessl.variables)
-
     assert "/acme/runs/serving/1001" in cli(f"run create -f {file}")
     run = vessl.world.runs[1001]
     until(lambda: run.status == "running" and bool(run.logs), "the run has printed")
@@ -74,18 +76,13 @@ def test_vessls_own_cli_lives_with_the_fake(vessl: FakeVessl, tmp_path: Path) ->
 
 
 @pytest.mark.nightly
-def test_vessls_own_cli_lives_with_the_fakes_services(vessl: FakeVessl, tmp_path: Path) -> None:
+def test_vessls_own_cli_lives_with_the_fakes_services(vessl: FakeVessl, cli: Cli, tmp_path: Path) -> None:
     """A rendered revision, whose command is replaced: created, given the traffic, listed, read, scaled, terminated."""
     form = yaml.safe_load((GOLDEN / "service.yaml").read_text("utf-8"))
     form["run"][0]["command"] = "echo hello; exec sleep 60"
     form["service"]["healthcheck"]["exec"] = ["python3", "-c", "pass"]
     file = tmp_path / "service.yaml"
     file.write_text(yaml.safe_dump(form), "utf-8")
-    vessl.world.secrets["penstock-llama8"] = (1, "a-token-of-the-fake")
-
-    def cli(*commands: str) -> str:
-        return vessl_judge.run("python", ["-c", SEVERAL, *commands], tmp_path, vessl.variables)
-
     assert "/acme/services/llama8" in cli(f"service create -f {file} -s llama8 --set-current-active -y")
     service = vessl.world.services["llama8"]
     until(lambda: "(not enabled)" not in cli("service read --service llama8"), "it has the traffic")

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from launching import ask, call, now, wait_ready
 from store_rig import postgres as postgres
-from vessl_rig import Rented, rented
+from vessl_rig import Rented, place, up  # noqa: F401 - a fixture
 from waiting import until
 
 from penstock import targets
-from penstock.run_folder import Run, find
-from penstock.testing.fake_vessl.account import Fault
+from penstock.run_folder import find
 from penstock.testing.fake_vessl.services import Service
 
 pytestmark = pytest.mark.processes
 SERVICE = {"kind": "service"}
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Rented]:
-    with rented(tmp_path) as ours:
-        yield ours
-
-
-def up(file: Path) -> tuple[Run, str]:
-    """The run and the client's key."""
-    done = call("up", file, "--json")
-    assert done.code == 0, done
-    return find(done.events[0]["name"]), next(str(event["key"]) for event in done.events if event.get("key"))
 
 
 def test_a_file_becomes_a_service_that_answers_and_ends_without_a_trace(
@@ -99,42 +84,15 @@ def test_workers_share_keys_and_vessl_has_as_many_as_were_asked_for(place: Rente
 
 
 @pytest.mark.nightly
-def test_what_was_made_without_an_answer_is_not_made_twice(place: Rented) -> None:
-    for lost in ("model_services$", "create_with_yaml", "rollouts$"):
-        place.world.faults.append(Fault(f"POST .*/{lost}", 503, "Unavailable", "timeout", is_after=True))
-    run, key = up(place.write(vessl=SERVICE))
-    ask(run, key=key)
-    assert [len(service.revisions) for service in place.world.services.values()] == [1]
-    assert not [fault for fault in place.world.faults if fault.n_times], "each was met"
-    assert call("down", "one", "--now").code == 0
-
-
-@pytest.mark.nightly
-def test_a_revision_that_somebody_stops_is_down_here(place: Rented) -> None:
-    run, _ = up(place.write(vessl=SERVICE))
+def test_a_revision_that_somebody_stops_is_down_here_and_a_service_of_another_is_not_touched(place: Rented) -> None:
+    file = place.write(vessl=SERVICE)
+    run, _ = up(file)
     place.world.services["one"].revisions[1].end()
     until(lambda: now(run).phase == "down", "the end is seen")
     assert "VESSL calls revision 1 stopped" in call("status", "one").out
     assert call("down", "one").code == 0
-    place.world.services.pop("one", None)
-
-
-@pytest.mark.nightly
-def test_an_outage_of_vessl_changes_nothing(place: Rented, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.targets.vessl.api._sleep", lambda _: None)
-    run, key = up(place.write(vessl=SERVICE))
-    place.world.faults.append(Fault("GET .*/model_services/", 502, "BadGateway", "bad gateway", n_times=10_000))
-    until(lambda: "bad gateway" in call("status", "one").out, "it is said")
-    assert "this is what was seen at" in call("status", "one").out
-    ask(run, key=key)
-    place.world.faults.clear()
-    assert call("down", "one").code == 0
-
-
-@pytest.mark.nightly
-def test_a_service_of_another_is_not_touched(place: Rented) -> None:
     place.world.services["one"] = theirs = Service("one", "made by hand")
-    done = call("up", place.write(vessl=SERVICE))
+    done = call("up", file)
     assert done.code == 2 and 'VESSL has a service "one" that penstock did not make' in done.err, done
-    assert call("status", "one").code != 0 and theirs.revisions == {}
+    assert theirs.revisions == {}
     place.world.services.pop("one").close()

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Place, a_place
+from launching import Place, a_place, call
 from waiting import until
 
+from penstock.run_folder import Run, find
 from penstock.targets import load, waiting
 from penstock.targets.vessl import runs, services
 from penstock.testing.fake_vessl.account import CLUSTER
@@ -67,3 +68,16 @@ def rented(folder: Path) -> Iterator[Rented]:
             ours = Rented(place, vessl)
             yield ours
         until(lambda: not ours.leftovers(), f"nothing is left: {ours.leftovers()}")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Rented]:
+    with rented(tmp_path) as ours:
+        yield ours
+
+
+def up(file: Path) -> tuple[Run, str]:
+    """The run and the client's key."""
+    done = call("up", file, "--json")
+    assert done.code == 0, done
+    return find(done.events[0]["name"]), next(str(event["key"]) for event in done.events if event.get("key"))
