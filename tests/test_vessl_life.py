@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 from launching import Asking, ask, call, now, wait_ready
-from vessl_rig import Rented, place, up  # noqa: F401 - a fixture
+from vessl_rig import Rented, up
+from vessl_rig import place as place
 from waiting import left_s, until
 
 from penstock import targets

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from launching import ask, call, now, wait_ready
 from store_rig import postgres as postgres
-from vessl_rig import Rented, place, up  # noqa: F401 - a fixture
+from vessl_rig import Rented, up
+from vessl_rig import place as place
 from waiting import until
 
 from penstock import targets
