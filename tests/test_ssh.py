@@ -10,8 +10,10 @@ import tarfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
+import msgspec
 import pytest
 from samples import deployment
 
@@ -19,7 +21,7 @@ import penstock
 from penstock.paths import control_folder
 from penstock.spec.blocks import Ssh as Block
 from penstock.targets.openssh import Done, HostError, Ssh, is_legal, reading, short_name
-from penstock.targets.ssh import bundle, host_setup, liveness
+from penstock.targets.ssh import bundle, host_setup, liveness, target
 from penstock.targets.ssh.bundle import HostPython
 from penstock.targets.ssh.install import HostFacts, HostInstaller
 from penstock.targets.ssh.liveness import Look, Watch
@@ -108,6 +110,9 @@ class FakeSsh(Ssh):
     def __init__(self, *answers: str) -> None:
         self.answers = list(answers)
 
+    def close(self, hosts: Sequence[str]) -> None:
+        pass
+
     def run(self, host: str, words: Sequence[str], given: bytes = b"", timeout_s: float = 30.0) -> Done:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if answer == "away":
@@ -115,14 +120,14 @@ class FakeSsh(Ssh):
         return Done(0, answer.encode(), "")
 
 
-def test_a_base_that_was_made_anew_gets_an_environment_of_its_own(
+def test_a_base_that_was_made_anew_gets_an_environment_of_its_own_and_a_full_disk_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """~/vllm/bin/python may be another Python today, whose packages are elsewhere."""
     monkeypatch.setattr(bundle, "_PACKAGE", tmp_path)  # a small one
 
-    def environment(**fields: Any) -> str:
-        installer = HostInstaller(FakeSsh("{}"), Block(hosts=("a",), python="~/vllm/bin/python"), tmp_path)
+    def environment(answer: str = "{}", **fields: Any) -> str:
+        installer = HostInstaller(FakeSsh(answer), Block(hosts=("a",), python="~/vllm/bin/python"), tmp_path)
         return installer.bring("a", HostFacts("a", "/f", 0, python(**fields), (), ())).python
 
     has = {"msgspec": "0.20", "psutil": "7", "PyYAML": "6.0.2"}
@@ -130,27 +135,25 @@ def test_a_base_that_was_made_anew_gets_an_environment_of_its_own(
     assert environment(has=has) == first
     assert environment(version="3.19.1", has=has) != first
     assert environment(has={"msgspec": "0.20", "psutil": "7"}) != first
+    with pytest.raises(HostError, match="could not bring penstock to a: its disk is full") as caught:
+        environment('{"problem": "[Errno 28] No space left on device"}')
+    assert "ssh.folder" in (caught.value.hint or "")
 
 
 def stat(pid: int, name: str = "python", state: str = "S", ticks: int = 4200) -> str:
     return f"{pid} ({name}) {state} 1 {pid} {pid} 0 -1 4194560 1 0 0 0 1 1 0 0 20 0 1 0 {ticks} 1000 1 184467"
 
 
-def test_processes_are_told_by_their_start_and_zombies_are_dead() -> None:
+def test_processes_are_told_by_boot_and_start_zombies_are_dead_and_a_silent_host_is_believed_for_a_moment() -> None:
     lines = [BOOT, stat(7), stat(8, "a (b) c", ticks=500), stat(9, state="Z"), "."]
     assert liveness.alive(FakeSsh("\n".join(lines) + "\n"), "a", [7, 8, 9]) == (BOOT, {7: 42.0, 8: 5.0})
     with pytest.raises(HostError):  # cut off
         liveness.alive(FakeSsh(f"{BOOT}\n{stat(7)}\n"), "a", [7])
-
-
-def test_a_process_of_another_boot_or_another_start_is_another_and_a_silent_host_is_believed_for_a_moment() -> None:
     look = Look(frozenset({7}), BOOT, {7: 42.0}, good_at=100.0, tried_at=104.0, error="it does not answer")
     assert look.has(Process(7, 42.0), BOOT)
-    assert not look.has(Process(7, 43.0), BOOT)
-    assert not look.has(Process(7, 42.0), "another")
-    assert not look.has(Process(8, 42.0), BOOT)
-    assert not look.is_away(104.0) and look.is_away(106.0)
-    assert Look(error="never reached").is_away(0.0)
+    others = ((Process(7, 43.0), BOOT), (Process(7, 42.0), "another"), (Process(8, 42.0), BOOT))
+    assert not any(look.has(*other) for other in others)
+    assert not look.is_away(104.0) and look.is_away(106.0) and Look(error="never reached").is_away(0.0)
 
 
 def test_a_watch_remembers_and_forgets() -> None:
@@ -179,10 +182,73 @@ def test_all_that_is_wrong_with_the_file_is_told_at_once() -> None:
     hosts = ["-oProxyCommand=touch /tmp/owned", "node1", "node1"]
     block = {"hosts": hosts, "config": "here", "folder": "there"}
     problems = OverSsh().check(deployment(target="ssh", ssh=block, hardware={"nodes": 4}))
-    assert [problem.path for problem in problems] == [
-        "ssh.hosts[0]", "ssh.hosts[2]", "hardware.nodes", "ssh.config", "ssh.folder"
-    ]  # fmt: skip
-    assert '"-oProxyCommand=touch /tmp/owned" is no host' in problems[0].message
-    assert problems[1].message == '"node1" is there twice'
-    assert problems[2].message == "4 nodes a replica, but ssh.hosts has 3"
+    assert [f"{problem.path}: {problem.message}".partition(" (")[0] for problem in problems][:3] == [
+        'ssh.hosts[0]: "-oProxyCommand=touch /tmp/owned" is no host',
+        'ssh.hosts[2]: "node1" is there twice',
+        "hardware.nodes: 4 nodes a replica, but ssh.hosts has 3",
+    ]
+    assert [problem.path for problem in problems][3:] == ["ssh.config", "ssh.folder"]
     assert OverSsh().check(deployment(target="ssh"))[0].message == "no host"
+
+
+def facts(**fields: Any) -> str:
+    """What host_setup prints on a host."""
+    whole = HostFacts("node1", "/root/.penstock", 1 << 40, python(), (), ())
+    return msgspec.json.encode(msgspec.structs.replace(whole, **fields)).decode()
+
+
+AWAY = "hosts[0]: node1 cannot be reached over ssh: "
+
+
+@pytest.mark.parametrize(
+    ("done", "said", "hint"),
+    [
+        (Done(255, b"", "me@a: Permission denied (publickey)."), AWAY + "it refuses our key", "ssh-add"),
+        (
+            Done(255, b"", "HOST IDENTIFICATION HAS CHANGED!"),
+            AWAY + "its host key is not the one",
+            "ssh-keygen -R node1",
+        ),
+        (Done(255, b"", "Could not resolve hostname node1"), AWAY + "there is no such host", "~/.ssh/config"),
+        (
+            Done(127, b"", "sh: exec: not found"),
+            'hosts[0]: there is no Python on node1: "py" does not start',
+            "ssh.python",
+        ),
+        (
+            Done(0, b'Hi!\n{"too_old": "3.6.8"}\n', ""),
+            'hosts[0]: the Python of node1 is too old: "py" is 3.6.8',
+            "ssh.",
+        ),
+        (
+            Done(0, facts(free_bytes=4 << 20).encode(), ""),
+            "folder: node1 has 4.0 MiB free in /root/.pen",
+            "free 128 MiB",
+        ),
+    ],
+)
+def test_a_host_that_cannot_be_used_is_refused_with_its_reason(
+    done: Done, said: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is started: the first question is the last."""
+    asked = list[str]()
+
+    def popen(_: Ssh, host: str, words: Sequence[str], stdout: IO[bytes], stderr: IO[bytes]) -> SimpleNamespace:
+        asked.append(host)
+        stdout.write(done.out)
+        stderr.write(done.err.encode())
+        return SimpleNamespace(returncode=done.code, communicate=lambda *_, **__: None)
+
+    monkeypatch.setattr(Ssh, "popen", popen)
+    (problem,) = OverSsh().check(deployment(target="ssh", ssh={"hosts": ["node1"], "python": "py"}))
+    assert f"{problem.path}: {problem.message}".startswith(f"ssh.{said}") and hint in str(problem.hint)
+    assert asked == ["node1"]
+
+
+def test_a_model_that_hosts_lack_is_refused_with_their_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(target, "Ssh", lambda *_, **__: FakeSsh(facts(absent=(str(tmp_path),))))
+    problems = OverSsh().check(deployment(model=str(tmp_path), target="ssh", ssh={"hosts": ["node1", "node2"]}))
+    assert [str(problem).partition(" (")[0] for problem in problems] == [
+        f'model: {tmp_path} is not on "{host}"' for host in ("node1", "node2")
+    ]

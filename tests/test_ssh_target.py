@@ -128,7 +128,7 @@ def _answers(run: Run) -> bool:
 
 @pytest.mark.nightly
 def test_a_cut_link_is_told_and_when_it_is_mended_the_same_engine_goes_on(place: Place, hosts: Hosts) -> None:
-    run = place.up(write(place, hosts))
+    run = place.up(write(place, hosts, replicas=2))
     before = node_of(hosts[0]).pid
     with started("logs", "one", "-f") as follower:
         assert follower.stdout is not None
@@ -146,6 +146,15 @@ def test_a_cut_link_is_told_and_when_it_is_mended_the_same_engine_goes_on(place:
     until(lambda: _answers(run), "requests go through")
     assert node_of(hosts[0]).pid == before, "the engine did not notice"
     assert all("cannot be reached" in restart.reason for restart in now(run).replicas[0].restarts)
+
+    hosts[1].cut()
+    assert call("scale", "one", "1", "--no-wait").code == 0
+    until(lambda: "could not end replica 1 on node2" in call("logs", "one", "--part", "events").out, "told")
+    assert [row.replica for row in now(run).replicas] == ["0", "1"], "it holds its GPUs until then"
+    ask(run)
+    hosts[1].mend()
+    until(lambda: [row.replica for row in now(run).replicas] == ["0"], "it has ended")
+    assert not ours(hosts[1]) and now(run).phase == "ready"
 
 
 def test_a_host_that_loses_power_comes_back_with_its_replica_under_another_controller(
@@ -183,32 +192,6 @@ def test_down_with_a_dead_host_ends_the_rest_and_clean_ends_it_later(place: Plac
     until(lambda: left_on(hosts) == [], "nothing is left")
     assert not [item for item in leftovers.leftovers().found if item.kind == "host"]
     assert run.is_ended()
-
-
-@pytest.mark.nightly
-def test_a_replica_whose_host_is_away_ends_when_the_host_is_back(place: Place, hosts: Hosts) -> None:
-    """It holds its GPUs until then, so `scale` does not forget it."""
-    run = place.up(write(place, hosts, replicas=2))
-    hosts[1].cut()
-    assert call("scale", "one", "1", "--no-wait").code == 0
-    until(lambda: "could not end replica 1 on node2" in call("logs", "one", "--part", "events").out, "told")
-    assert [row.replica for row in now(run).replicas] == ["0", "1"]
-    ask(run)
-    hosts[1].mend()
-    until(lambda: [row.replica for row in now(run).replicas] == ["0"], "it has ended")
-    assert not ours(hosts[1])
-    assert now(run).phase == "ready"
-
-
-@pytest.mark.nightly
-def test_a_killed_up_leaves_nothing_after_down(place: Place, hosts: Hosts) -> None:
-    file = write(place, hosts, args={"load_s": 20})
-    with started("up", file) as child:
-        until(lambda: any(p.env.get("PENSTOCK_ROLE") == "node" for p in ours(hosts[0])), "a node runs")
-        child.kill()
-        end(child)
-    assert call("down", "one", "--now").code == 0
-    until(lambda: left_on(hosts) == [], "nothing is left")
 
 
 @pytest.mark.nightly

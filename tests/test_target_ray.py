@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,20 +13,17 @@ from typing import Any
 import launching
 import psutil
 import pytest
-from hosts import Host
 from hosts_ray import RayCluster
 from launching import Asking, Place, a_place, ask, call, now, replica_of, wait_ready
 from waiting import left_s, until
 
 from penstock import processes, targets
 from penstock.deployment.doctor import examine
-from penstock.models.files import BUNDLED
 from penstock.run_folder import Run, replica
 from penstock.spec import reading
 from penstock.targets.ray.jobs_api import Dashboard
 from penstock.testing.conformance import check_target
 from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS
-from penstock.text import MIB
 from penstock.wire.answers import HttpError
 from penstock.wire.client import Client
 
@@ -212,19 +207,6 @@ def test_a_node_that_loses_power_is_noticed_and_replaced_when_it_comes_back(
     assert done.code == 0, done
 
 
-@pytest.mark.nightly
-def test_a_wrong_address_is_refused_with_a_hint(place: Place, ray_cluster: RayCluster) -> None:
-    done = call("up", place.write("one", target="ray", ray={"address": f"http://{ray_cluster.head.address}:9"}))
-    assert done.code == 2
-    assert "ray.address" in done.err and "connection refused" in done.err and ":8265" in done.err, done.err
-    done = call("up", place.write("one", target="ray", ray={"address": f"http://{ray_cluster.head.address}:22"}))
-    assert done.code == 2 and "ray.address" in done.err, done.err
-    done = call("up", file_for(place, ray_cluster, hardware={"nodes": 3, "gpus_per_node": 2}))
-    assert done.code == 2 and "the largest of 2 nodes has 1 GPUs" in done.err, done.err
-    done = call("up", file_for(place, ray_cluster, hardware={"nodes": 3}, engine={"executor": "ray"}))
-    assert done.code == 2 and "3 nodes, but the cluster has 2" in done.err and "engine.executor" in done.err, done.err
-
-
 @pytest.mark.vllm
 @pytest.mark.nightly
 def test_real_vllm_over_two_nodes_gives_the_text_of_the_uncut_model(
@@ -249,38 +231,3 @@ def test_real_vllm_over_two_nodes_gives_the_text_of_the_uncut_model(
         with pytest.raises(HttpError) as refused:
             Client(url).post_json(path, {"model": "one", "prompt": "1", "max_tokens": 1})
         assert refused.value.status == 401
-
-
-def sent_bytes(host: Host) -> int:
-    """What a host has sent over its cable."""
-    rows = host.run(["cat", "/proc/net/dev"]).stdout.splitlines()[2:]
-    return sum(int(row.split()[9]) for row in rows if not row.strip().startswith("lo:"))
-
-
-@pytest.fixture
-def staged(ray_cluster: RayCluster) -> Iterator[bytes]:
-    """The 64 MiB of weights that the model /root/staged of the first node has, besides the demo model's."""
-    folder, n_bytes = ray_cluster.head.home / "staged", 64 * MIB
-    shutil.copytree(BUNDLED, folder)
-    header = json.dumps({"extra": {"dtype": "U8", "shape": [n_bytes], "data_offsets": [0, n_bytes]}}).encode()
-    body = len(header).to_bytes(8, "little") + header + os.urandom(n_bytes)
-    (folder / "extra.safetensors").write_bytes(body)
-    yield body
-    shutil.rmtree(folder)
-    for host in ray_cluster.hosts:
-        host.run(["rm", "-rf", "/var/tmp/copies"])
-
-
-@pytest.mark.nightly  # a minute
-def test_a_model_that_one_node_has_reaches_the_other_once(place: Place, ray_cluster: RayCluster, staged: bytes) -> None:
-    """The machine of `up` does not have it. Each node reads its own copy, with the bytes of the source."""
-    before, stage = sent_bytes(ray_cluster.head), {"stage": "/var/tmp/copies"}
-    run = place.up(file_for(place, ray_cluster, model="/root/staged", cache=stage, hardware={"nodes": 2}))
-    wait_ready(run)
-    sent = sent_bytes(ray_cluster.head) - before
-    assert len(staged) < sent < 1.5 * len(staged), f"{sent:,} bytes were sent of {len(staged):,}"
-    ask(run)
-    for host in ray_cluster.hosts:
-        (manifest,) = host.run(["sh", "-c", "find /var/tmp/copies -name MANIFEST.json"]).stdout.split()
-        copied = host.run(["sha256sum", f"{manifest.rpartition('/')[0]}/extra.safetensors"]).stdout
-        assert copied.startswith(hashlib.sha256(staged).hexdigest())
