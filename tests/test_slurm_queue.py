@@ -27,11 +27,6 @@ def test_jobs_are_read_by_number() -> None:
         assert not parse_jobs(LINES.replace("CANCELLED", state))["9"].is_over
 
 
-def test_the_number_of_a_new_job_and_its_cluster() -> None:
-    texts = ("17\n", "17;gpu\n", "Welcome to the site!\n17\n", "", "error")
-    assert [parse_submitted(text) for text in texts] == [("17", None), ("17", "gpu"), ("17", None), None, None]
-
-
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
@@ -49,7 +44,7 @@ def test_reasons_are_words_with_slurms_own(reason: str, words: str) -> None:
     assert reason_in_words(reason) == words
 
 
-def test_ends_have_what_the_job_wrote_and_who_cancelled_it() -> None:
+def test_ends_have_what_the_job_wrote_and_who_cancelled_it_and_a_new_job_its_number_and_cluster() -> None:
     assert queue.end_in_words("NODE_FAIL", "started node1") == "lost a node"
     assert queue.end_in_words("FAILED", "ended 137") == "failed with code 137"
     assert queue.end_in_words("FAILED", "failed could not load module x") == "failed: could not load module x"
@@ -57,6 +52,8 @@ def test_ends_have_what_the_job_wrote_and_who_cancelled_it() -> None:
     assert queue.end_in_words("NEW_STATE", None) == "new_state"
     states = queue.parse_sacct("17|CANCELLED by 1000\n18|COMPLETED\n")
     assert states == {"17": "CANCELLED by 1000", "18": "COMPLETED"}
+    texts = ("17\n", "17;gpu\n", "Welcome to the site!\n17\n", "", "error")
+    assert [parse_submitted(text) for text in texts] == [("17", None), ("17", "gpu"), ("17", None), None, None]
 
 
 def test_times_and_sizes_of_slurm() -> None:

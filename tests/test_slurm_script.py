@@ -10,11 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock import targets
 from penstock.errors import SpecError
 from penstock.models import ModelFacts
 from penstock.planner import Need, Plan
-from penstock.run_folder import Launch
 from penstock.spec import reading
 from penstock.spec.blocks import Slurm
 from penstock.spec.deployment import Deployment, GatewaySpec, Parallel, Ui
@@ -86,15 +84,6 @@ def test_every_node_runs_the_prologue() -> None:
     assert text.index("module load cuda") < text.index("on_node="), "what changes variables alone, once"
 
 
-def test_an_artifact_holds_script_and_launch_and_no_secret() -> None:
-    deployment = reading.load(EXAMPLES[0])
-    launch = Launch(deployment.name, planned(deployment), ("http://10.0.0.1:1",), RUN + "x/secrets/admin-token")
-    artifact = targets.load("slurm").render(launch, "/usr/bin/python3", deployment)
-    assert set(artifact.files) == {"job.sh", "launch.json"}
-    assert artifact.argv[:2] == ("sbatch", "--parsable")
-    assert artifact.argv[-3:] == (RUN + "x/artifact/job.sh", "{replica}", "{launch}")
-
-
 def refused(**block: object) -> list[str]:
     deployment = Deployment("m", "one", "slurm", slurm=msgspec.convert(block, Slurm))
     return [f"{problem.path}: {problem.message}" for problem in slurm_script.problems(deployment, RUN + "one")]
@@ -127,19 +116,16 @@ def test_a_word_that_would_be_another_line_is_refused(block: dict[str, object], 
     assert told.startswith(words)
 
 
-def test_a_page_of_a_controller_in_a_job_has_a_login() -> None:
+def test_a_gateway_in_a_job_needs_keys_and_a_page_of_a_controller_there_a_login() -> None:
+    with pytest.raises(SpecError) as caught:
+        reading.from_mapping({"model": "m", "target": "slurm", "gateway": {"on": "job", "auth": "none"}})
+    (problem,) = caught.value.problems
+    assert (problem.path, problem.hint) == ("gateway.auth", "set gateway.auth: keys, or on: login")
     gateway, block = GatewaySpec(on="job", auth="keys"), Slurm(controller="job")
     open_to_all = Deployment("m", "one", "slurm", gateway=gateway, slurm=block, ui=Ui(login="none"))
     (problem,) = slurm_script.problems(open_to_all, RUN + "one")
     assert (problem.path, problem.message.split(" reaches")[0]) == ("ui.login", "everyone who")
     assert slurm_script.problems(msgspec.structs.replace(open_to_all, ui=True), RUN + "one") == []
-
-
-def test_a_gateway_in_a_job_needs_keys() -> None:
-    with pytest.raises(SpecError) as caught:
-        reading.from_mapping({"model": "m", "target": "slurm", "gateway": {"on": "job", "auth": "none"}})
-    (problem,) = caught.value.problems
-    assert (problem.path, problem.hint) == ("gateway.auth", "set gateway.auth: keys, or on: login")
 
 
 def test_good_words_are_taken_and_a_run_folder_that_a_script_cannot_name_is_refused() -> None:
@@ -159,7 +145,7 @@ def test_sbatch_reads_from_the_environment_only_what_the_file_leaves_open() -> N
     assert variables(qos="high", directives=["wckey x"]) == ["SBATCH_ACCOUNT", "SBATCH_RESERVATION"]
 
 
-def test_a_job_on_the_cpu_asks_for_its_memory_and_one_on_gpus_for_those() -> None:
+def test_a_job_on_the_cpu_asks_for_its_memory_and_one_on_gpus_for_those_and_has_time_to_drain() -> None:
     on_cpu = Deployment("m", "one", "slurm")
     assert slurm_script.needs_of(planned(on_cpu), Slurm()) == slurm_script.Needs(0, 7, 182 * 1024 * 5 // 4 + 1024)
     on_gpus = reading.load(ROOT / "examples" / "slurm-405b.yaml")
@@ -169,9 +155,6 @@ def test_a_job_on_the_cpu_asks_for_its_memory_and_one_on_gpus_for_those() -> Non
     assert slurm_script.needs_of(planned(on_gpus), Slurm(memory="64G")).memory_mib is None
     assert slurm_script.needs_of(planned(on_gpus), Slurm(exclusive=True)) == slurm_script.Needs(4, None, 0)
     assert slurm_script.needs_of(planned(on_gpus), Slurm(gres="gpu:h100:4")).gpus == 0
-
-
-@pytest.mark.parametrize(("limit", "signal"), [("2", "signal=INT@30"), ("4:00:00", "signal=INT@140")])
-def test_the_drain_before_the_limit_leaves_most_of_a_short_one(limit: str, signal: str) -> None:
-    deployment = Deployment("m", "one", "slurm", slurm=Slurm(time=limit))
-    assert signal in slurm_script.directives(deployment, slurm_script.Needs(0, 1, None), RUN)
+    for limit, signal in ("2", "signal=INT@30"), ("4:00:00", "signal=INT@140"):  # most of a short one is left
+        timed = Deployment("m", "one", "slurm", slurm=Slurm(time=limit))
+        assert signal in slurm_script.directives(timed, slurm_script.Needs(0, 1, None), RUN)

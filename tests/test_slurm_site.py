@@ -50,11 +50,13 @@ def machines(site: Site | None = SITE, **fields: object) -> list[Machine]:
     return slurm_site.machines(site, reading.from_mapping({"model": "m/x", "target": "slurm", **fields}), VERSIONS)
 
 
-def test_a_good_request_is_not_refused() -> None:
+def test_a_good_request_is_not_refused_and_problems_come_together() -> None:
     block = {"partition": "gpu", "gres": "gpu:h100:4", "time": "12:00:00"}
     assert problems(hardware={**GPUS, "nodes": 2}, slurm=block) == []
     assert problems(hardware={**GPUS, "nodes": 3}, slurm={"partition": "long", "time": "7-0"}) == []
     assert problems(engine={"kind": "vllm"}) == []
+    block = {"partition": "gpu", "time": "2-0", "gres": "gpu:tpu:1", "cpus_per_node": 100}
+    assert len(problems(hardware={"gpu": "h100-sxm"}, slurm=block)) == 2, "all that is wrong is told together"
 
 
 @pytest.mark.parametrize(
@@ -115,16 +117,17 @@ def test_what_the_site_lacks_is_refused_with_what_it_has(fields: dict[str, objec
     assert words in problem
 
 
-def test_all_problems_come_together() -> None:
-    block = {"partition": "gpu", "time": "2-0", "gres": "gpu:tpu:1", "cpus_per_node": 100}
-    assert len(problems(hardware={"gpu": "h100-sxm"}, slurm=block)) == 2
-
-
 def test_machines_are_those_that_a_job_may_get() -> None:
     first, second = machines(hardware=GPUS, slurm={"partition": "long", "memory": "100G"})
     assert (first.host, second.host) == ("g1", "g2"), "a drained node is not counted on"
     assert (len(first.gpus), first.memory_free_bytes, first.versions) == (4, 100 * 2**30, VERSIONS)
     assert first.gpus[0].memory_bytes > 79 * 2**30
+    for request in ({"slurm": {"gres": "shard:8"}}, {"hardware": {"gpus_per_node": 0}}):
+        assert {len(machine.gpus) for machine in machines(**request)} == {0}
+    # Without a site the file is believed.
+    assert [len(machine.gpus) for machine in machines(None, hardware={**GPUS, "nodes": 2})] == [4, 4]
+    alone = machines(None, hardware={"gpu": "h100-sxm"}, slurm={"gres": "gpu:h100:2"})
+    assert [len(machine.gpus) for machine in alone] == [2]
 
 
 @pytest.mark.parametrize(
@@ -151,17 +154,6 @@ def test_a_gres_without_a_number_is_one_as_for_slurm(gres: str) -> None:
     nodes = machines(slurm={"partition": "gpu", "gres": gres})
     assert {len(machine.gpus) for machine in nodes} == {1}
     assert ("old1" in [machine.host for machine in nodes]) == (gres == "gpu"), "only nodes with that type"
-
-
-def test_a_request_without_gpus_is_planned_without() -> None:
-    for request in ({"slurm": {"gres": "shard:8"}}, {"hardware": {"gpus_per_node": 0}}):
-        assert {len(machine.gpus) for machine in machines(**request)} == {0}
-
-
-def test_without_a_site_the_file_is_believed() -> None:
-    assert [len(machine.gpus) for machine in machines(None, hardware={**GPUS, "nodes": 2})] == [4, 4]
-    alone = machines(None, hardware={"gpu": "h100-sxm"}, slurm={"gres": "gpu:h100:2"})
-    assert [len(machine.gpus) for machine in alone] == [2]
 
 
 def test_gres_and_node_lists() -> None:

@@ -30,10 +30,6 @@ def file(**fields: Any) -> Deployment:
     return reading.parse(yaml.safe_dump(whole))
 
 
-def of_file(**fields: Any) -> list[str]:
-    return [str(problem) for problem in checks.file_problems(file(**fields))]
-
-
 @pytest.fixture
 def vessl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVessl]:
     monkeypatch.setattr(api, "_sleep", lambda _: None)
@@ -50,11 +46,6 @@ def of_vessl(**fields: Any) -> list[str]:
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
-
-
-def test_a_good_file_has_no_problems() -> None:
-    assert of_file() == []
-    assert file().gateway.auth == "keys", "the address is public"
 
 
 BAD = [
@@ -112,7 +103,7 @@ def test_all_problems_are_named_at_once(vessl: FakeVessl) -> None:
     vessl.world.credit_balance = 0
     found = of_vessl(
         hardware={"nodes": 2},
-        vessl={**BLOCK, "preset": "gpu-l4-smal", "secrets": {"HF_TOKEN": "hub"}, "project": "serving"},
+        vessl={**BLOCK, "preset": "gpu-l4-smal", "secrets": {"HF_TOKEN": "hub"}, "project": "x"},
         gateway={"auth": "none"},
     )
     assert found == [
@@ -120,24 +111,25 @@ def test_all_problems_are_named_at_once(vessl: FakeVessl) -> None:
         "hardware.nodes: 1)",
         "gateway.auth: none, but the address of a run is public (remove it: keys is the default)",
         'vessl.organization: "acme" has no credit left (0) (add credit at app.vessl.ai)',
+        'vessl.project: there is no project "x" (there are: serving)',
         'vessl.secrets.HF_TOKEN: there is no secret "hub" (there is no secret yet)',
         'vessl.preset: there is no preset "gpu-l4-smal" (did you mean "gpu-l4-small"?)',
     ]
     assert vessl.world.runs == {} and vessl.world.secrets == {}, "nothing was changed"
 
 
-def test_a_deployment_that_fits_has_no_problems_and_gets_the_presets_machine(vessl: FakeVessl) -> None:
-    assert of_vessl() == []
+def test_a_deployment_that_fits_has_no_problems_and_gets_the_presets_machine(
+    vessl: FakeVessl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert of_vessl() == checks.file_problems(file()) == []
+    assert file().gateway.auth == "keys", "the address is public"
     (machine,) = targets.load("vessl").machines(file())
     assert (machine.host, machine.n_cpus, machine.memory_bytes) == ("gpu-l4-small", 6, 42 * 2**30)
     assert [gpu.name for gpu in machine.gpus] == ["NVIDIA L4"]
     assert "credits an hour" in targets.load("vessl").warnings(file())[0]
     assert any("POST /api/v1/organizations/acme/run/spec/sync_yaml" in line for line in vessl.world.calls)
-
-
-def test_words_of_the_servers_dry_check_are_shown(vessl: FakeVessl, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.testing.fake_vessl.forms.run_problems", lambda _: [("image", "cannot be pulled")])
-    assert of_vessl() == ["vessl (image): cannot be pulled"]
+    assert of_vessl() == ["vessl (image): cannot be pulled"], "words of the server's dry check"
 
 
 @pytest.mark.parametrize(
@@ -154,13 +146,6 @@ def test_a_preset_must_be_what_the_file_says(vessl: FakeVessl, preset: str, fiel
     assert problem.message == words and problem.hint
     if preset.endswith("spot"):
         assert of_vessl(vessl={**BLOCK, "preset": preset, "spot": True}) == []
-
-
-def test_a_wrong_token_is_named_with_its_cure(vessl: FakeVessl, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VESSL_ACCESS_TOKEN", "expired")
-    (problem,) = of_vessl()
-    assert problem.startswith("vessl: could not ask VESSL: the access token is refused (invalid access token)")
-    assert "vessl configure" in problem and "expired" not in problem
 
 
 def test_no_account_is_named_with_all_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,21 +172,22 @@ def test_the_configuration_of_vessls_cli_is_read(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("status", "code", "words"),
     [
+        (401, "Unauthorized", "the access token is refused (no quota left)"),
         (403, "PermissionDenied", "this is not allowed (no quota left)"),
         (404, "NotFound", "there is no such thing (no quota left)"),
         (402, "PaymentRequired", "it answered 402 (no quota left)"),
     ],
 )
-def test_a_refusal_of_vessl_is_shown_in_its_words(vessl: FakeVessl, status: int, code: str, words: str) -> None:
-    vessl.world.faults.append(Fault("GET .*/accounts/me", status, code, "no quota left", n_times=9))
-    (problem,) = targets.load("vessl").check(file())
-    assert problem.message == f"could not ask VESSL: {words}" and problem.hint
-
-
-def test_a_server_that_is_busy_is_asked_again(vessl: FakeVessl) -> None:
+def test_a_refusal_of_vessl_is_shown_in_its_words_and_one_that_is_busy_is_asked_again(
+    vessl: FakeVessl, status: int, code: str, words: str
+) -> None:
     vessl.world.faults.append(Fault("GET .*/clusters", 503, "Unavailable", "restarting", n_times=2))
     vessl.world.faults.append(Fault("GET .*/secrets", 429, "TooMany", "slow down", n_times=1))
     assert of_vessl() == []
+    vessl.world.faults.append(Fault("GET .*/accounts/me", status, code, "no quota left", n_times=9))
+    (problem,) = targets.load("vessl").check(file())
+    assert problem.message == f"could not ask VESSL: {words}" and problem.hint
+    assert ("vessl configure" in problem.hint) == (status == 401)
 
 
 def test_every_page_of_runs_is_read(vessl: FakeVessl, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,10 +199,6 @@ def test_every_page_of_runs_is_read(vessl: FakeVessl, monkeypatch: pytest.Monkey
     rows = api.Api(api.account(Vessl())).living()
     assert [row.id for row in rows] == list(range(119, -1, -1))
     vessl.world.runs.clear()
-
-
-def test_another_project_than_there_is_is_refused(vessl: FakeVessl) -> None:
-    assert 'vessl.project: there is no project "x" (there are: serving)' in of_vessl(vessl={**BLOCK, "project": "x"})
 
 
 def test_a_service_is_judged_by_vessl_and_its_cluster_must_take_services(vessl: FakeVessl) -> None:

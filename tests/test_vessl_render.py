@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import msgspec
 import pytest
-import vessl_judge
 import yaml
 from launching import call
 
@@ -96,7 +95,9 @@ def plain(text: str) -> str:
 
 
 @pytest.mark.parametrize("shape", ["published", *SHAPES])
-def test_a_shape_is_rendered_offline_and_twice_the_same_and_as_its_golden(shape: str, alone: Path) -> None:
+def test_a_shape_is_rendered_offline_and_twice_the_same_and_as_its_golden_which_fits_the_forms_of_vessl(
+    shape: str, alone: Path
+) -> None:
     text = rendered(alone, shape)
     assert rendered(alone, shape) == text and "never-in-a-run" not in text and "\t" not in text
     golden = GOLDEN / f"{shape}.yaml"
@@ -104,35 +105,10 @@ def test_a_shape_is_rendered_offline_and_twice_the_same_and_as_its_golden(shape:
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(plain(text), "utf-8")
     assert plain(text) == golden.read_text("utf-8")
-
-
-@pytest.mark.parametrize("shape", ["published", *SHAPES])
-def test_a_shape_fits_the_forms_of_vessl(shape: str, alone: Path) -> None:
-    form = yaml.safe_load(rendered(alone, shape))
+    form = yaml.safe_load(text)
     judge = forms.service_problems if shape == "service" else forms.run_problems
     assert judge(form) == []
     assert "termination_protection" not in form and "interactive" not in form, "either keeps an idle run charged"
-
-
-def test_the_forms_refuse_what_the_sdk_would_drop_without_a_word() -> None:
-    good = {"name": "a", "image": "b", "resources": {"cluster": "c", "preset": "d"}}
-    assert forms.run_problems(good) == []
-    wrong = {
-        "resource": "is no field of it",
-        "ports": [{"name": "x", "type": "https", "port": 1}],
-        "env": {"A": 1},
-        "tags": "x",
-        "termination_protection": "yes",
-    }
-    assert forms.run_problems({**good, **wrong}) == [
-        ("resource", "is no field of it"),
-        ("ports.0.type", "'https' is none of http, tcp, udp"),
-        ("env.A", "is no V1EnvForm: 1"),
-        ("tags", "is no list: 'x'"),
-        ("termination_protection", "is no bool: 'yes'"),
-    ]
-    assert forms.run_problems({"name": "a"}) == [("image", "is required"), ("resources", "is required")]
-    assert forms.run_problems([]) == [("", "is no mapping")]
 
 
 def test_a_run_holds_the_file_and_the_plan_that_another_machine_reads(alone: Path) -> None:
@@ -156,10 +132,3 @@ def test_the_published_example_is_planned_for_one_l4(alone: Path) -> None:
     _, plan = run_yaml.embedded(yaml.safe_dump(form))
     facts_of_plan = msgspec.json.decode(plan)
     assert facts_of_plan["max_model_len"] == 65536 and facts_of_plan["layout"]["tensor"] == 1
-
-
-def test_the_judge_is_the_sdk_whose_forms_are_named() -> None:
-    """The version stands in the YAML, in the tool that installs it and in the tests that ask it."""
-    root = Path(__file__).parent.parent
-    assert f'VERSION = "{run_yaml.SDK_VERSION}"' in (root / "tools" / "vessl_sdk.py").read_text("utf-8")
-    assert vessl_judge.PLACE.name == run_yaml.SDK_VERSION

@@ -11,11 +11,13 @@ import vessl_judge
 import yaml
 from waiting import until
 
+from penstock.targets.vessl import run_yaml
 from penstock.testing.fake_vessl import forms
 from penstock.testing.fake_vessl.server import FakeVessl
 
 pytestmark = pytest.mark.processes
 GOLDEN = Path(__file__).parent / "golden" / "vessl"
+TOOL = Path(__file__).parent.parent / "tools" / "vessl_sdk.py"
 WALK = Path(__file__).with_name("vessl_judge_forms.py")
 Cli = Callable[..., str]
 # Commands of VESSL's CLI one after the other: its imports take a second.
@@ -51,6 +53,9 @@ def test_the_sdk_takes_every_golden_and_has_the_forms_of_the_table(tmp_path: Pat
     files = [*goldens, *(tmp_path / f"{name}.yaml" for name in wrong)]
     for name, change in wrong.items():
         (tmp_path / f"{name}.yaml").write_text(text.replace(*change), "utf-8")
+    # The version stands in the YAML, in the tool that installs it and in the judge.
+    assert f'VERSION = "{run_yaml.SDK_VERSION}"' in TOOL.read_text("utf-8")
+    assert vessl_judge.PLACE.name == run_yaml.SDK_VERSION
     answer = json.loads(vessl_judge.run("python", [str(WALK), *map(str, files)], tmp_path, {}).splitlines()[-1])
     assert answer["forms"] == forms.table()
     assert [answer["refusals"][file.name] for file in goldens] == [None] * 4

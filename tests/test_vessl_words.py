@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -42,27 +42,19 @@ def test_each_status_of_vessl_has_a_meaning(status: str, expected: tuple[Any, ..
     assert facts(status) == expected
 
 
-def test_the_reason_of_vessl_is_shown() -> None:
+def test_the_reason_of_vessl_is_shown_and_what_the_container_tells_counts_while_it_runs() -> None:
     assert facts("pending", status_reason="no L4 in this region")[1] == "waits for a machine: no L4 in this region"
     assert facts("failed", status_reason="exit code 1")[1] == "VESSL ended run 7 as failed: exit code 1"
     assert placement("replica/0", None, None, False).state == "gone"
-
-
-def test_what_the_container_tells_counts_while_it_runs() -> None:
-    assert facts("running", VIEW) == ("placed", None, False)
+    assert facts("running", VIEW) == facts("running", VIEW, unit="gateway/0") == ("placed", None, False)
     assert facts("running", VIEW, unit="replica/1") == ("gone", "its node process 7 is gone", False)
     assert facts("running", VIEW, unit="replica/2") == ("gone", "it was ended", False)
-    assert facts("running", VIEW, unit="gateway/0") == ("placed", None, False)
     fetching = ContainerView("0", stage="fetching the model: 40 %")
     assert facts("running", fetching) == ("queued", "fetching the model: 40 %", False)
     refused = ContainerView("0", stage="starting", refusal="no GPU here")
     assert facts("running", refused) == ("queued", "no GPU here", True)
-
-
-def test_a_container_that_answered_before_and_is_silent_is_still_placed() -> None:
-    assert facts("running", None, Silence("no answer within 5 s", was_heard=True)) == (
-        "placed", "no answer within 5 s", False,
-    )  # fmt: skip
+    silence = Silence("no answer within 5 s", was_heard=True)
+    assert facts("running", None, silence) == ("placed", "no answer within 5 s", False)
     assert facts("running", None, Silence("refused", was_heard=False))[0] == "queued"
 
 
@@ -100,12 +92,6 @@ class LogApi:
         return sorted(rows, key=lambda row: row.timestamp)
 
 
-@pytest.fixture
-def _fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(log_lines, "_sleep", lambda _: None)
-    yield
-
-
 def test_a_units_lines_are_those_with_its_part_in_front() -> None:
     rows = [(1.0, 0.0, "[replica-0] a\n[gateway] g"), (2.0, 0.0, "penstock: x"), (3.0, 0.0, "[replica-0] b")]
     rows += [(4.0, 0.0, "[replica-01] no")]
@@ -118,7 +104,6 @@ def test_a_units_lines_are_those_with_its_part_in_front() -> None:
     assert lines(Unit("gateway", "0")) == ["g"] and lines(replica("0"), 9) == ["a", "b"]
 
 
-@pytest.mark.usefixtures("_fast")
 def test_a_followed_log_waits_for_late_lines_and_keeps_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The line of 98 s can be read after that of 99 s."""
     api = LogApi([(90.0, 0.0, "[replica-0] a"), (99.0, 99.0, "[replica-0] c"), (98.0, 102.0, "[replica-0] b")])
@@ -130,8 +115,7 @@ def test_a_followed_log_waits_for_late_lines_and_keeps_their_order(monkeypatch: 
         return next(looks) > 5
 
     monkeypatch.setattr(log_lines, "_clock", lambda: api.now)
-    assert list(log_lines.lines(lambda since: cast(Api, api).logs(7, since), replica("0"), True, None, has_ended)) == [
-        "a",
-        "b",
-        "c",
-    ]
+    monkeypatch.setattr(log_lines, "_sleep", lambda _: None)
+    ask = cast(Api, api).logs
+    lines = log_lines.lines(lambda since: ask(7, since), replica("0"), True, None, has_ended)
+    assert list(lines) == ["a", "b", "c"]
