@@ -272,8 +272,7 @@ def workbench_place(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> Iterator[Place]:
-    """A place whose deployments run in the workbench; nothing of them may be left there. A module's `PLACE_S` is the
-    time that its tests have."""
+    """A place whose deployments run in the workbench; nothing of them may be left there."""
     monkeypatch.setenv("CDSW_APIV2_KEY", workbench.key)
     monkeypatch.setenv("OPENAI_API_KEY", "")
     monkeypatch.delenv("OPENAI_API_KEY")  # `chat` sets it to a key of the deployment
@@ -281,7 +280,7 @@ def workbench_place(
     forget = fresh_targets()
     with (
         on_this_network(pod_hosts.own_address, tmp_path, monkeypatch),
-        a_place(tmp_path, deadline_s=getattr(request.module, "PLACE_S", HANG_S)) as place,
+        a_place(tmp_path, deadline_s=1200.0 if request.node.get_closest_marker("vllm") else HANG_S) as place,
     ):
         yield place
     forget()

@@ -1,4 +1,4 @@
-"""Target cloudera against the fake workbench: applications, jobs and sessions are processes in namespaces."""
+"""Target cloudera against the fake workbench: applications, jobs, workers and sessions are processes in namespaces."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ import http.client
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from cloudera_rig import SUBDOMAINS, file_for, fresh_targets, left, up
-from launching import PROMPT, Place, call, now, started, wait_ready
+from hosts import Hosts
+from hub_server import HubServer, asked_hub
+from launching import PROMPT, Place, call, now, replica_of, started, wait_ready
 from waiting import until
 
 import penstock
 from penstock import targets
 from penstock.errors import PenstockError
+from penstock.models.files import BUNDLED
+from penstock.run_folder import Run
 from penstock.spec import reading
 from penstock.targets.cloudera import amp
 from penstock.targets.cloudera.target import ClouderaAi
@@ -205,4 +210,155 @@ def test_the_chat_page_is_an_application_and_the_live_page_is_at_the_gateways(
         url, _, key = child.stdout.readline().strip().partition("#key=")
         live = Client(url.removesuffix("/dashboard"), key, timeout_s=20.0)
         assert b"<html" in live.send("GET", "/dashboard") and next(iter(live.get_events("/dashboard/live")))
+    assert call("down", "one").code == 0
+
+
+# ---- nodes as workers ------------------------------------------------------------------------------------------------
+
+
+WORKERS: dict[str, Any] = {"cloudera": {"nodes": "workers"}}
+
+
+def application_of(workbench: Workbench) -> Workload:
+    [found] = workbench.workloads.applications.values()
+    return found
+
+
+def living(workbench: Workbench) -> list[Workload]:
+    return [row for row in workbench.workloads.workers.values() if not row.is_over]
+
+
+def answers() -> bool:
+    done = call("chat", "one", "-m", PROMPT, "--max-tokens", 8)
+    return expected_text(PROMPT, 8) in done.out
+
+
+@pytest.mark.nightly
+def test_a_deployment_lives_on_workers(place: Place, workbench: Workbench) -> None:
+    workbench.refuses_workers = "quota exceeded: 2 CPU of 2 in use"
+    assert call("up", file_for(place, workbench, **WORKERS), "--json", "--no-wait").code == 0
+    run = place.run()
+    until(lambda: "was not launched: quota exceeded" in call("status", "one").out, "the words of the workbench")
+    workbench.refuses_workers = None
+    wait_ready(run)
+    assert answers() and workbench.workloads.jobs == {}
+    assert "penstock: ready after" in call("logs", "one", "--replica", "0").out
+    [first] = living(workbench)
+    first.fault = "fails"
+    until(lambda: first.is_over and len(living(workbench)) == 1, "another worker is launched")
+    wait_ready(run)
+    assert "its worker failed" in call("events", "one").out
+    assert call("scale", "one", 2).code == 0
+    wait_ready(run, 2)
+    assert call("scale", "one", 1).code == 0
+    until(lambda: len(living(workbench)) == 1, "the second worker has left")
+    assert "replica 1 drained and ended" in call("events", "one").out
+    over = [row.status for row in workbench.workloads.workers.values() if row.is_over]
+    assert sorted(over) == ["FAILED", "SUCCEEDED"], "the second replica left by word"
+    assert call("down", "one").code == 0
+    assert living(workbench) == [] and now(run).phase == "down"
+    assert workbench.workloads.workers[max(workbench.workloads.workers)].status != "RUNNING"
+
+
+@pytest.mark.nightly
+def test_workers_that_ended_with_their_application_are_placed_anew(place: Place, workbench: Workbench) -> None:
+    run, _ = up(place, workbench, **WORKERS)
+    wait_ready(run)
+    [first] = living(workbench)
+    workbench.workloads.restart_application(application_of(workbench).record["id"])
+    until(lambda: first.is_over and len(living(workbench)) == 1, "another worker is launched")
+    until(lambda: now(run).controller.n_restarts == 1 and now(run).phase == "ready", "ready again")
+    assert answers()
+    assert "ended with the application that launched it" in call("events", "one").out
+    workbench.workloads.stop(application_of(workbench))
+    until(lambda: application_of(workbench).status == "STOPPED", "the application has stopped")
+    until(lambda: replica_of(run).state != "ready", "the replica is gone")
+    assert living(workbench) == []
+    assert call("up", file_for(place, workbench, **WORKERS), "--json").code == 0
+    wait_ready(run)
+    assert answers()
+
+
+# ---- weights, from a hub on the network of the pods ------------------------------------------------------------------
+
+
+MODEL = "org/tiny"
+FILES = {path.name: path.read_bytes() for path in BUNDLED.iterdir() if path.suffix in (".json", ".safetensors")}
+
+
+@pytest.fixture
+def hub(place: Place, pod_hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    with asked_hub(monkeypatch, MODEL, FILES, pod_hosts.own_address) as made:
+        yield made
+
+
+def file_of(place: Place, workbench: Workbench, hub: HubServer, name: str = "one", nodes: str = "jobs") -> Path:
+    env = {"HF_ENDPOINT": hub.url, "NO_PROXY": "*"}
+    return file_for(place, workbench, name, model=MODEL, engine={"env": env}, cloudera={"nodes": nodes})
+
+
+def fetches(workbench: Workbench) -> list[Workload]:
+    return [run for run in workbench.workloads.runs.values() if run.body["name"].endswith("-weights")]
+
+
+def reason(place: Place) -> str:
+    return call("status", "one").out
+
+
+def kept(workbench: Workbench) -> Path:
+    return workbench.pods.folder / ".cache" / "huggingface" / "hub" / "models--org--tiny"
+
+
+def up_until_weights_come(place: Place, workbench: Workbench, hub: HubServer, nodes: str = "jobs") -> Run:
+    """Weights that hang."""
+    hub.is_open.clear()
+    assert call("up", file_of(place, workbench, hub, nodes=nodes), "--json", "--no-wait").code == 0
+    run = place.run()
+    until(lambda: "waits for the weights" in reason(place) and " files, " in reason(place), "progress")
+    return run
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("nodes", ["jobs", "workers"])
+def test_weights_come_by_a_job_before_nodes_start_and_a_hub_that_refuses_them_ends_the_start(
+    place: Place, workbench: Workbench, hub: HubServer, nodes: str
+) -> None:
+    run = up_until_weights_come(place, workbench, hub, nodes)
+    assert [each.body.get("nvidia_gpu", 0) for each in workbench.workloads.runs.values()] == [0], "no node waits"
+    hub.is_open.set()
+    wait_ready(run)
+    assert len(fetches(workbench)) == 1 and kept(workbench).is_dir()
+    assert call("down", "one", "--weights").code == 0
+    assert not kept(workbench).exists()
+
+    workbench.pods.n_free = 0  # type: ignore[attr-defined]
+    assert call("up", file_of(place, workbench, hub, nodes=nodes), "--json", "--no-wait").code == 0
+    hub.token = "hf_of_ada"
+    workbench.pods.n_free = None  # type: ignore[attr-defined]
+    until(lambda: "the weights could not be fetched" in reason(place), "the hub refuses them: the reason")
+    assert len(fetches(workbench)) == 2, "another run would end as this one"
+    assert call("down", "one").code == 0
+
+
+@pytest.mark.nightly
+def test_a_killed_fetch_continues_and_other_deployments_find_what_came(
+    place: Place, workbench: Workbench, hub: HubServer
+) -> None:
+    run = up_until_weights_come(place, workbench, hub)
+    [first] = fetches(workbench)
+    assert first.pod is not None
+    first.pod.kill()
+    until(lambda: len(fetches(workbench)) == 2, "the next run of the job")
+    hub.asked.clear()
+    hub.is_open.set()
+    wait_ready(run)
+    assert all(name.endswith(".safetensors") for name in hub.downloads), "what was there is not fetched again"
+    assert call("up", file_of(place, workbench, hub, "two"), "--json").code == 0
+    place.run("two")
+    assert expected_text(PROMPT, 8) in call("chat", "two", "-m", PROMPT, "--max-tokens", 8).out
+    assert len(fetches(workbench)) == 2, "the second deployment needs no job"
+    done = call("down", "two", "--weights")
+    assert done.code == 2 and 'cannot remove the weights of "two": one uses them' in done.err, done
+    assert kept(workbench).is_dir() and now(run).phase == "ready"
     assert call("down", "one").code == 0
