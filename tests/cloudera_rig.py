@@ -172,9 +172,6 @@ class HostPods:
         with self._lock:
             self._busy.discard(host.name)
 
-    def host_of(self, address: str) -> Host:
-        return next(host for host in self.hosts if host.address == address)
-
 
 @contextmanager
 def a_workbench(hosts: Hosts, **options: Any) -> Iterator[Workbench]:

@@ -11,8 +11,7 @@ everywhere are the repository, the Python that runs the tests, and `hosts.shared
 
     without login:  this process (10.77.S.1) -- bridge -- node1 (10.77.S.11), node2 (10.77.S.12) ...
     with login:     this process (10.78.S.1) -- login (10.78.S.2, 10.77.S.1) -- bridge -- node1, node2 ...
-                    and this process, a laptop, cannot reach the nodes except through login, unless `direct` adds a
-                    cable from it (10.77.S.2) to the bridge; `cut_direct` pulls it.
+                    and this process, a laptop, cannot reach the nodes except through login.
 
 S is a slot that one set of hosts holds by a file lock, so that several test sessions can run at the same time.
 
@@ -277,7 +276,7 @@ class Host:
 class Hosts:
     """`count` hosts named node1, node2 ..., with `login` one more. Started by the constructor, ended by close()."""
 
-    def __init__(self, count: int, *, login: bool = False, direct: bool = False, shared_home: bool = False) -> None:
+    def __init__(self, count: int, *, login: bool = False, shared_home: bool = False) -> None:
         """`shared_home`: root has one home on all hosts, as users of clusters do."""
         reason = missing()
         assert reason is None, reason
@@ -285,16 +284,16 @@ class Hosts:
         self.base = Path(tempfile.mkdtemp(prefix="penstock-hosts-", dir="/tmp"))
         self.base.chmod(0o755)
         self.shared = self.base / "shared"
-        self.ssh_config, self.jump_config = (self.base / "keys" / name for name in ("ssh_config", "jump_config"))
+        self.ssh_config = self.base / "keys" / "ssh_config"
         python = [Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable).resolve().parent.parent]
         self.kept = sorted({ROOT, *python, self.base}, key=lambda path: len(path.parts))
         net = f"10.77.{self.slot}"
         self._hosts = {f"node{i}": Host(self, f"node{i}", f"{net}.{10 + i}") for i in range(1, count + 1)}
-        self._has_login, self._is_direct, self._shared_home = login, login and direct, shared_home
+        self._has_login, self._shared_home = login, shared_home
         self._switch = Host(self, "login" if login else "switch", f"{net}.1")
         # The address of this process: the hosts (with a login: only login) see its connections come from there.
-        self.own_address = f"{net}.2" if self._is_direct else f"10.78.{self.slot}.1" if login else f"{net}.1"
-        self._leg, self._direct_leg = f"ph{self.slot}", f"pd{self.slot}"
+        self.own_address = f"10.78.{self.slot}.1" if login else f"{net}.1"
+        self._leg = f"ph{self.slot}"
         self._lifeline, self._life = os.pipe()
         try:
             self._prepare()
@@ -343,16 +342,10 @@ class Hosts:
         for host in [self._switch, *self]:
             host.mend()
 
-    def cut_direct(self) -> None:
-        """From now on this process reaches the nodes through login only, until `reset`."""
-        self._ip(f"link set {self._direct_leg} down")
-
     def reset(self) -> None:
         """All nodes as new: powered on, connected, with empty disks and no process but their services; 0.1 s."""
         self._switch.start()
         self._switch.mend()
-        if self._is_direct:
-            self._ip(f"link set {self._direct_leg} up")
         for host in self:
             host.kill()
             shutil.rmtree(self.base / "hosts" / host.name)
@@ -449,14 +442,12 @@ class Hosts:
             names = ",".join(sorted({host.name, host.address, outer.get(host.name, host.address)}))
             known += f"{names} {(keys / f'{host.name}.pub').read_text('utf-8')}"
         (keys / "known_hosts").write_text(known)
-        direct = jumping = inside = SSH_CONFIG.format(base=self.base)
+        outside = inside = SSH_CONFIG.format(base=self.base)
         for host in sshed:
-            here = f"Host {host.name}\n  HostName {outer.get(host.name, host.address)}\n"
-            direct += here
-            jumping += here + ("  ProxyJump login\n" if self._has_login and host.name != "login" else "")
+            jump = "  ProxyJump login\n" if self._has_login and host.name != "login" else ""
+            outside += f"Host {host.name}\n  HostName {outer.get(host.name, host.address)}\n{jump}"
             inside += f"Host {host.name}\n  HostName {host.address}\n"
-        self.jump_config.write_text(jumping)
-        self.ssh_config.write_text(direct if self._is_direct else jumping)
+        self.ssh_config.write_text(outside)
         (keys / "ssh_config_of_hosts").write_text(inside)
 
     def _start(self) -> None:
@@ -509,12 +500,6 @@ class Hosts:
         # Else packets for the nodes would leave by the default route, towards whoever has these addresses there.
         note(self.base, f"ip route del unreachable {net}.0/24 metric 1000")
         self._ip(f"route replace unreachable {net}.0/24 metric 1000")
-        if self._is_direct:
-            note(self.base, f"ip link del {self._direct_leg}")
-            self._ip(f"link del {self._direct_leg}", check=False)
-            self._ip(f"link add {self._direct_leg} type veth peer name direct netns {switch.pid}")
-            self._ip(f"addr add {self.own_address}/24 dev {self._direct_leg}", f"link set {self._direct_leg} up")
-            self._ip("link set direct up", "link set direct master br0", within=switch)
 
     def _cable(self, host: Host, state: str) -> None:
         if host is self._switch:

@@ -1,6 +1,6 @@
 """Fixtures over hosts.py: sets of hosts that live as long as the session, and are as new for every test.
 
-def test_x(hosts: Hosts) -> None:              # login, node1, node2; this process is on their network until cut_direct
+def test_x(hosts: Hosts) -> None:              # node1, node2; this process is on their network
 def test_x(slurm: Slurm) -> None:              # Slurm on login, node1, node2: slurm.hosts
 def test_x(ray_cluster: RayCluster) -> None:   # Ray on node1, node2: ray_cluster.hosts
 
@@ -32,7 +32,7 @@ def require_hosts(reason: str | None = None) -> None:
 def two_hosts() -> Iterator[Hosts]:
     """Use `hosts`."""
     require_hosts()
-    with Hosts(2, login=True, direct=True) as made:
+    with Hosts(2) as made:
         yield made
 
 

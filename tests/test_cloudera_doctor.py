@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,6 @@ import pytest
 from cloudera_rig import file_for
 from launching import Place, call
 from samples import deployment
-from waiting import end, until
 
 from penstock import targets
 from penstock.errors import Finding, PenstockError
@@ -250,16 +246,3 @@ def test_doctor_finds_blocked_ports_and_a_proxy_that_cuts(place: Place, workbenc
     assert rows["deployment"]["state"] == "bad", "`up` would fail"
     warned = call("up", file_for(place, workbench), "--json", "--no-wait").events[0]["warnings"]
     assert any("`doctor` found on " in text and ": a stream is cut after " in text for text in warned), warned
-
-
-@pytest.mark.hosts
-@pytest.mark.nightly
-def test_a_doctor_that_is_ended_by_a_signal_leaves_nothing(place: Place, workbench: Workbench, tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "penstock", "doctor", str(file_for(place, workbench))]
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with (tmp_path / "doctor.log").open("w") as log:
-            process = subprocess.Popen(argv, stdout=log, stderr=log)
-        until(lambda: len(workbench.left()) == 3, "its workloads run")
-        process.send_signal(number)
-        assert end(process) != 0
-        assert left(workbench) == [], (tmp_path / "doctor.log").read_text()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import signal
 import time
 from typing import Any
 
 import pytest
 from cloudera_rig import LIMITS_MEMORY, SUBDOMAINS, file_for, left, up
-from hosts import Host
 from launching import PROMPT, Place, call, now, replica_of, started, wait_ready
 from waiting import until
 
@@ -33,12 +30,6 @@ def place(workbench_place: Place) -> Place:
 
 def runs(workbench: Workbench) -> list[Workload]:
     return list(workbench.workloads.runs.values())
-
-
-def host_of(workbench: Workbench, workload: Workload) -> Host:
-    assert workload.pod is not None
-    host: Host = workbench.pods.host_of(workload.pod.address)  # type: ignore[attr-defined]
-    return host
 
 
 def answers() -> bool:
@@ -100,29 +91,6 @@ def test_a_run_that_another_user_stopped_stays_so_until_it_is_asked_for(place: P
     wait_ready(place.run(), 2)
     os.environ.pop("OPENAI_API_KEY", None)
     assert answers()
-
-
-@pytest.mark.nightly
-def test_nodes_find_a_gateway_that_was_restarted_and_the_successor_of_one_that_hangs(
-    place: Place, workbench: Workbench
-) -> None:
-    run, _ = up(place, workbench)
-    wait_ready(run)
-    until(lambda: now(run).controller.process is not None, "the controller has written its state")
-    workbench.workloads.restart_application(gateway_of(workbench).record["id"])
-    until(lambda: now(run).controller.n_restarts == 1 and now(run).phase == "ready", "ready again")
-    assert answers()
-    pod = gateway_of(workbench).pod
-    hung = [p for p in host_of(workbench, gateway_of(workbench)).processes() if "penstock.gateway" in p.argv]
-    assert hung
-    for process in hung:
-        os.kill(process.outer_pid, signal.SIGSTOP)
-    note = workbench.pods.folder / ".penstock" / "runs" / "one" / "gateway" / "address.json"
-    before = json.loads(note.read_text())["unit"]
-    until(lambda: json.loads(note.read_text())["unit"] != before, "the next gateway has noted its address")
-    until(lambda: now(run).phase == "ready", "ready again")
-    assert answers()
-    assert len(runs(workbench)) == 1 and gateway_of(workbench).pod is pod, "engine and application stayed"
 
 
 @pytest.mark.nightly

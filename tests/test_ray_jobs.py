@@ -10,11 +10,11 @@ import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import pytest
-from place_stubs import Clock, client_of
+from place_stubs import Clock, RayStub, client_of
 from samples import cpu_machine, demo_plan, run_folder
 
 from penstock.deployment import prepare, stop
@@ -29,11 +29,12 @@ from penstock.spec.deployment import Deployment, Parallel
 from penstock.targets import Placement
 from penstock.targets.ray import driver, jobs_api
 from penstock.targets.ray import target as target_ray
-from penstock.targets.ray.jobs_api import Dashboard, Job, RayNode, _free, package
-from penstock.targets.ray.placement import as_ray_gives, gpu_kind, shortage
+from penstock.targets.ray.jobs_api import Dashboard, Job, RayNode, package
+from penstock.targets.ray.placement import as_ray_gives, gpu_kind
 from penstock.targets.ray.target import RayJobs, _mark
 from penstock.wire.answers import HttpError, NoAnswer
 
+T = TypeVar("T")
 NODES = [RayNode("a", "10.0.0.1", {"CPU": 8.0, "GPU": 4.0}), RayNode("b", "10.0.0.2", {"CPU": 4.0, "GPU": 4.0})]
 
 
@@ -70,65 +71,62 @@ def test_what_answers_in_place_of_a_dashboard_is_told(status: int, text: str, sa
     assert problem.path == "ray.address" and said in problem.message and problem.hint
 
 
-def test_a_log_is_all_text_and_nothing_when_its_job_is_gone() -> None:
-    with answering(200, json.dumps({"logs": "10%\r20%\rdone\nnext\nbegu"})) as (address, _):
+def test_the_clusters_token_is_sent_and_a_log_is_all_text_and_nothing_when_its_job_is_gone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "word")
+    with answering(200, json.dumps({"logs": "10%\r20%\rdone\nnext\nbegu"})) as (address, seen):
         assert Dashboard(address).log("j") == "10%\r20%\rdone\nnext\nbegu"
+        monkeypatch.delenv("RAY_AUTH_TOKEN")
+        (tmp_path / "token").write_text("filed\n")
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+        Dashboard(address).log("j")
+    assert seen == ["Bearer word", "Bearer filed"]
     with answering(404, "no such job") as (address, _):
         assert Dashboard(address).log("j") == ""
     with answering(403, "Forbidden") as (address, _), pytest.raises(HttpError):
         Dashboard(address).log("j")
-
-
-def test_the_clusters_token_is_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "word")
-    with answering(200, json.dumps({"version": "4", "ray_version": "2.60.0"})) as (address, seen):
-        assert Dashboard(address).ray_version() == "2.60.0"
-        monkeypatch.delenv("RAY_AUTH_TOKEN")
-        (tmp_path / "token").write_text("filed\n")
-        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-        Dashboard(address).ray_version()
-    assert seen == ["Bearer word", "Bearer filed"]
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "absent"))
     with pytest.raises(UserError, match="token of Ray"):
         Dashboard(address)
 
 
-class FakeDashboard:
-    """A cluster in memory; `fails` makes it silent."""
+class Cluster(RayStub):
+    """A cluster whose jobs, groups and logs are told; `fails` makes it silent."""
 
-    jobs_now: dict[str, Job] = {}
-    groups_now: dict[str, str] = {}
-    logs_now: list[str] = []
-    fails = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.jobs_now, self.groups_now = dict[str, Job](), dict[str, str]()
+        self.logs_now, self.deleted, self.fails = list[str](), list[str](), False
 
-    def __init__(self, address: str, timeout_s: float = 0.0) -> None:
-        self.address = address
-
-    def _answer(self, value: Any) -> Any:
-        if FakeDashboard.fails:
+    def _answer(self, value: T) -> T:
+        if self.fails:
             raise NoAnswer("no answer from it within 10 s")
         return value
 
     def ray_version(self) -> str:
-        return str(self._answer("2.60.0"))
+        return self._answer("2.60.0")
 
-    def jobs(self) -> Any:
-        return self._answer(FakeDashboard.jobs_now)
+    def jobs(self) -> dict[str, Job]:
+        return self._answer(self.jobs_now)
 
-    def groups(self) -> Any:
-        return self._answer(FakeDashboard.groups_now)
+    def groups(self) -> dict[str, str]:
+        return self._answer(self.groups_now)
 
-    def nodes(self) -> Any:
+    def nodes(self) -> list[RayNode]:
         return self._answer(NODES)
 
-    def job(self, job: str) -> Job | None:
-        return self.jobs().get(job)  # type: ignore[no-any-return]
-
-    def log(self, job: str) -> str:
-        return str(self._answer(FakeDashboard.logs_now.pop(0)))
-
-    def free(self) -> Any:
+    def free(self) -> dict[str, dict[str, float]]:
         return self._answer({"a": {"CPU": 8.0, "GPU": 4.0}, "b": {"CPU": 4.0, "GPU": 1.0}})
+
+    def log(self, name: str) -> str:
+        return self._answer(self.logs_now.pop(0))
+
+    def delete(self, name: str) -> None:
+        self.deleted.append(self.jobs_now.pop(name).id)
+
+    def stop(self, name: str) -> None:
+        self.jobs_now[name] = msgspec.structs.replace(self.jobs_now[name], state="SUCCEEDED")
 
 
 class FakeRun:
@@ -151,12 +149,12 @@ class FakeRun:
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> type[FakeDashboard]:
-    monkeypatch.setattr(target_ray, "Dashboard", FakeDashboard)
-    monkeypatch.setattr(target_ray, "_FRESH_S", 0.0)
-    monkeypatch.setattr(target_ray, "_AGAIN_S", 0.0)
-    FakeDashboard.jobs_now, FakeDashboard.groups_now, FakeDashboard.fails = {}, {}, False
-    return FakeDashboard
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    made = Cluster()
+    monkeypatch.setattr(target_ray, "Dashboard", made)
+    for name in ("_FRESH_S", "_AGAIN_S", "_MONITORED_S"):
+        monkeypatch.setattr(target_ray, name, 0.0)
+    return made
 
 
 def launch(n_gpus: int = 0, n_nodes: int = 1) -> Launch:
@@ -171,7 +169,7 @@ def placed(target: RayJobs, state: str = "up") -> Placement:
     return target.status(cast(Run, FakeRun(state)))[replica("0")]
 
 
-def test_a_job_and_its_placement_group_become_a_placement(cluster: type[FakeDashboard]) -> None:
+def test_a_job_and_its_placement_group_become_a_placement(cluster: Cluster) -> None:
     target = RayJobs()
     assert placed(target) == Placement("gone", "Ray does not know its job j")
     cluster.jobs_now = {"j": Job("j", "PENDING")}
@@ -189,18 +187,14 @@ def test_a_job_and_its_placement_group_become_a_placement(cluster: type[FakeDash
     assert placed(target) == Placement("broken", lost, is_repaired_by_target=True), "the controller leaves it to Ray"
     cluster.jobs_now = {"j": Job("j", "FAILED", "Job failed, last logs:\npenstock: its first node ended with 1\n")}
     assert placed(target) == Placement("gone", "its job has ended: penstock: its first node ended with 1")
-
-
-def test_a_job_stopped_by_others_is_final_and_one_that_we_stop_is_not(cluster: type[FakeDashboard]) -> None:
-    target = RayJobs()
     cluster.jobs_now = {"j": Job("j", "STOPPED")}
     assert placed(target) == Placement("gone", "its job was stopped", is_final=True)
-    assert not placed(target, "down").is_final
+    assert not placed(target, "down").is_final, "who ends a deployment stops it"
     target._ending.add("j")
     assert not placed(target).is_final
 
 
-def test_a_dashboard_that_is_away_leaves_its_last_word(cluster: type[FakeDashboard]) -> None:
+def test_a_dashboard_that_is_away_leaves_its_last_word(cluster: Cluster) -> None:
     target = RayJobs()
     cluster.jobs_now, cluster.groups_now = {"j": Job("j", "RUNNING")}, {"j": "CREATED"}
     assert placed(target) == Placement("placed")
@@ -211,7 +205,7 @@ def test_a_dashboard_that_is_away_leaves_its_last_word(cluster: type[FakeDashboa
     assert placed(target).state == "gone"
 
 
-def test_a_cluster_that_is_too_small_is_told_with_all_else_that_is_wrong(cluster: type[FakeDashboard]) -> None:
+def test_a_cluster_that_is_too_small_is_told_with_all_else_that_is_wrong(cluster: Cluster) -> None:
     wanted = deployment(
         hardware={"nodes": 3, "gpus_per_node": 4},
         engine={"executor": "ray"},
@@ -227,7 +221,7 @@ def test_a_cluster_that_is_too_small_is_told_with_all_else_that_is_wrong(cluster
     assert RayJobs().check(deployment(hardware={"nodes": 2, "gpus_per_node": 4})) == []
 
 
-def test_a_cluster_of_several_kinds_of_gpu_is_asked_for_the_one_of_the_file(cluster: type[FakeDashboard]) -> None:
+def test_a_cluster_of_several_kinds_of_gpu_is_asked_for_the_one_of_the_file(cluster: Cluster) -> None:
     mixed = [
         RayNode(str(n), f"10.0.0.{n}", {"GPU": 4.0, f"accelerator_type:{kind}": 1.0}) for n, kind in enumerate("AB")
     ]
@@ -288,17 +282,8 @@ def test_the_package_is_named_by_its_content_and_nodes_find_what_is_in_it() -> N
     assert not Path(_mark(mine)).is_absolute()
 
 
-def test_free_resources_are_read_and_a_shortage_names_nodes_that_are_too_small() -> None:
-    text = "2.0/8.0 CPU (1.0 used of 2.0 reserved in placement groups)\n0.0/4.0 GPU\n0B/19.82GiB memory"
-    assert _free(text) == {"CPU": 6.0, "GPU": 4.0}
-    wanted = {"n_nodes": 1, "bundle": {"CPU": 9.0}}
-    assert shortage(wanted, NODES, {"a": {"CPU": 1.0}, "b": {"CPU": 4.0}}) == (
-        "needs 1 node(s) with 8 CPU free, 0 of 2 have it: 10.0.0.1 has 1 of 8, 10.0.0.2 has 4 of 4"
-    )
-
-
-def test_a_followed_log_goes_on_where_it_was_and_to_the_next_job(
-    cluster: type[FakeDashboard], monkeypatch: pytest.MonkeyPatch
+def test_a_followed_log_goes_on_where_it_was_to_the_next_job_and_ends_with_the_deployment(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while Ray's agent does not answer (an empty log), and past a line that is only begun."""
     monkeypatch.setattr(target_ray, "time", Clock())
@@ -317,18 +302,15 @@ def test_a_followed_log_goes_on_where_it_was_and_to_the_next_job(
     cluster.fails = True
     with pytest.raises(NoAnswer):
         next(lines)
-
-
-def test_the_last_lines_of_a_log_and_the_end_with_the_deployment(cluster: type[FakeDashboard]) -> None:
-    run = cast(Run, FakeRun("down"))
-    cluster.jobs_now, cluster.logs_now = {"j": Job("j", "RUNNING")}, ["a\nb\nc"]
-    assert list(RayJobs().logs(run, replica("0"), follow=False, last=2)) == ["b", "c"]
-    cluster.jobs_now, cluster.logs_now = {}, ["its first\nits last words"]
-    assert list(RayJobs().logs(run, replica("0"), follow=True, last=1)) == ["its last words"]
+    cluster.fails, ended = False, cast(Run, FakeRun("down"))
+    cluster.logs_now = ["a\nb\nc", "its first\nits last words"]
+    assert list(RayJobs().logs(ended, replica("0"), follow=False, last=2)) == ["b", "c"]
+    cluster.jobs_now = {}
+    assert list(RayJobs().logs(ended, replica("0"), follow=True, last=1)) == ["its last words"]
 
 
 def test_a_job_that_a_killed_controller_submitted_is_taken_over_or_ended(
-    cluster: type[FakeDashboard], monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, ended = run_folder(deployment()), list[str]()
     monkeypatch.setattr(
@@ -347,24 +329,20 @@ def test_a_job_that_a_killed_controller_submitted_is_taken_over_or_ended(
     [(driver.ENDED, False), (f"penstock: node 1{driver.LOST}x\n{driver.ENDED}", True), ("killed", True)],
 )
 def test_an_end_removes_what_lost_nodes_and_killed_drivers_left(
-    cluster: type[FakeDashboard], monkeypatch: pytest.MonkeyPatch, log: str, is_swept: bool
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, log: str, is_swept: bool
 ) -> None:
-    run, questions, deleted = run_folder(deployment()), list[Any](), list[str]()
+    run, questions = run_folder(deployment()), list[Any]()
     monkeypatch.setattr(target_ray, "_ask_nodes", lambda *words: questions.append(words[2]))
-    monkeypatch.setattr(target_ray, "_MONITORED_S", 0.0)
-    monkeypatch.setattr(cluster, "upload", lambda *_: "", raising=False)
-    monkeypatch.setattr(cluster, "delete", lambda _, job: deleted.append(cluster.jobs_now.pop(job).id), raising=False)
-    ended = Job("j", "SUCCEEDED", "", {"penstock_run_id": run.record().id, "penstock_replica": "0"})
-    monkeypatch.setattr(cluster, "stop", lambda *_: cluster.jobs_now.update(j=ended), raising=False)
-    cluster.jobs_now, cluster.logs_now = {"j": msgspec.structs.replace(ended, state="RUNNING")}, [log]
+    facts = {"penstock_run_id": run.record().id, "penstock_replica": "0"}
+    cluster.jobs_now, cluster.logs_now = {"j": Job("j", "RUNNING", "", facts)}, [log]
     RayJobs().end(run, 0.0)
-    assert deleted == ["j"]
+    assert cluster.deleted == ["j"]
     assert [words[1:4] for words in questions] == [
         ["penstock.targets.ray.guard", "sweep", _mark(run.record())]
     ] * is_swept
 
 
-def test_down_forgets_a_cluster_that_is_gone_for_good(cluster: type[FakeDashboard]) -> None:
+def test_down_forgets_a_cluster_that_is_gone_for_good(cluster: Cluster) -> None:
     run = run_folder(deployment())
     run.write_handle(Handle("ray", {"replica/0": {"job": "j", "address": "http://head:8265"}}))
     cluster.fails = True

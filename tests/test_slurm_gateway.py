@@ -214,20 +214,6 @@ def test_every_verb_works_by_name_from_a_laptop(laptop: Laptop) -> None:
 
 
 @pytest.mark.nightly
-def test_a_login_node_without_penstock_or_without_an_answer_is_told(laptop: Laptop) -> None:
-    done = laptop.call("up", laptop.write(python="/usr/bin/python3"))
-    assert done.returncode == 2
-    assert 'cannot use login node "login": its /usr/bin/python3 has no penstock' in done.stderr
-    assert not (laptop.folder / "home" / "runs" / "one").exists()
-    done = laptop.call("up", laptop.write(login="nowhere"))
-    assert done.returncode == 1
-    assert "nowhere cannot be reached over ssh: there is no such host" in done.stderr
-    done = laptop.call("up", laptop.write(login="-oProxyCommand=x"))
-    assert "it is not a host name" in done.stderr
-    assert laptop.call("tunnel", "one").returncode == 2
-
-
-@pytest.mark.nightly
 def test_from_a_laptop_the_tunnel_leads_to_the_job(laptop: Laptop) -> None:
     desk = laptop.desk
     words = ("gateway.on=job", "gateway.auth=keys", "slurm.controller=job", "ui=true")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from samples import LLAMA_70B, demo_plan
 
 from penstock.errors import SpecError
-from penstock.models import ModelFacts
 from penstock.planner import Need, Plan
 from penstock.spec import reading
 from penstock.spec.blocks import Slurm
@@ -27,27 +27,18 @@ RUN = "/home/ada/.penstock/runs/"
 
 def planned(deployment: Deployment) -> Plan:
     """A plan with the file's layout, as `up` makes it of a model that is here."""
-    layout = deployment.parallel if isinstance(deployment.parallel, Parallel) else Parallel()
-    model = ModelFacts(deployment.model, "/shared/models/x", "safetensors", "LlamaForCausalLM", 141 * GIB, 30, 80, 8192,
-                       64, 8, 128, 128256, 131072)  # fmt: skip
-    return Plan(
+    model = msgspec.structs.replace(
+        LLAMA_70B, reference=deployment.model, path="/shared/models/x", weights_bytes=141 * GIB
+    )
+    return demo_plan(
+        "vllm",
         deployment=deployment.name,
-        served_names=(deployment.name,),
         model=model,
-        engine="vllm",
-        engine_version="0.33.0",
         device="cuda" if deployment.hardware.gpus_per_node else "cpu",
-        layout=layout,
+        layout=deployment.parallel if isinstance(deployment.parallel, Parallel) else Parallel(),
         executor="ray" if deployment.engine.executor == "ray" else "mp",
-        max_model_len=deployment.engine.max_model_len or 4096,
-        max_num_seqs=8,
         need=Need(141 * GIB, 40 * GIB, GIB),
         n_threads=7,
-        gpu_memory_utilization=0.92,
-        args={},
-        env={},
-        start_timeout_s=3600.0,
-        stall_s=60.0,
         drain_s=deployment.engine.drain_s,
         n_nodes=deployment.hardware.nodes,
     )
