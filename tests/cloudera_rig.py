@@ -15,7 +15,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -173,22 +172,7 @@ class HostPods:
             self._busy.discard(host.name)
 
 
-@contextmanager
-def a_workbench(hosts: Hosts, **options: Any) -> Iterator[Workbench]:
-    pods = HostPods(hosts)
-    names = " ".join([DOMAIN, *(f"{name}.{DOMAIN}" for name in SUBDOMAINS)])
-    with (hosts.base / "etc" / "system" / "hosts").open("a") as file:
-        file.write(f"{hosts.own_address} {names}\n")
-    try:
-        with Workbench(pods, DOMAIN, **options) as workbench:
-            pods.shm_mb = lambda: int(workbench.project["shared_memory_limit"])
-            yield workbench
-    finally:
-        shutil.rmtree(pods.folder, ignore_errors=True)  # thousands of files, which the hosts' janitor would wait for
-
-
-@contextmanager
-def on_this_network(address: str, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[None]:
+def join_network(address: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
     """This process, and those that it starts, find the workbench by name."""
     real = socket.getaddrinfo
 
@@ -200,7 +184,6 @@ def on_this_network(address: str, folder: Path, patch: pytest.MonkeyPatch) -> It
     site.mkdir()
     (site / "sitecustomize.py").write_text(_SITE.format(address=address, domain=DOMAIN))
     patch.setenv("PYTHONPATH", str(site))
-    yield
 
 
 def file_for(place: Place, workbench: Workbench, name: str = "one", **fields: Any) -> Path:
@@ -257,8 +240,16 @@ def pod_hosts() -> Iterator[Hosts]:
 
 @pytest.fixture
 def workbench(pod_hosts: Hosts) -> Iterator[Workbench]:
-    with a_workbench(pod_hosts) as made:
-        yield made
+    pods = HostPods(pod_hosts)
+    names = " ".join([DOMAIN, *(f"{name}.{DOMAIN}" for name in SUBDOMAINS)])
+    with (pod_hosts.base / "etc" / "system" / "hosts").open("a") as file:
+        file.write(f"{pod_hosts.own_address} {names}\n")
+    try:
+        with Workbench(pods, DOMAIN) as made:
+            pods.shm_mb = lambda: int(made.project["shared_memory_limit"])
+            yield made
+    finally:
+        shutil.rmtree(pods.folder, ignore_errors=True)  # thousands of files, which the hosts' janitor would wait for
 
 
 @pytest.fixture
@@ -274,16 +265,9 @@ def workbench_place(
     monkeypatch.setenv("OPENAI_API_KEY", "")
     monkeypatch.delenv("OPENAI_API_KEY")  # `chat` sets it to a key of the deployment
     monkeypatch.setattr(observe, "admin_view", lambda run: None)  # a laptop reaches no pod, as it does here
-    forget = fresh_targets()
-    with (
-        on_this_network(pod_hosts.own_address, tmp_path, monkeypatch),
-        a_place(tmp_path, deadline_s=1200.0 if request.node.get_closest_marker("vllm") else HANG_S) as place,
-    ):
-        yield place
-    forget()
-    until(lambda: left(workbench) == [], f"nothing of ours is left: {left(workbench)}")
-
-
-def fresh_targets() -> Callable[[], None]:
     targets.load.cache_clear()
-    return targets.load.cache_clear
+    join_network(pod_hosts.own_address, tmp_path, monkeypatch)
+    with a_place(tmp_path, deadline_s=1200.0 if request.node.get_closest_marker("vllm") else HANG_S) as place:
+        yield place
+    targets.load.cache_clear()
+    until(lambda: left(workbench) == [], f"nothing of ours is left: {left(workbench)}")

@@ -1,4 +1,4 @@
-"""A real Slurm on hosts (hosts.py): slurmctld on login, slurmd on every node, munge on all, GPUs that are only files.
+"""A real Slurm on hosts (hosts.py): slurmctld on login, slurmd on every node, munge on all, GPUs that are only numbers.
 
     slurm.run(["srun", "-N2", "hostname"])             # on login, as root
     slurm.hosts.ssh("login", "sbatch", "--version")    # as a user on a laptop does it
@@ -15,7 +15,6 @@ import contextlib
 import os
 import shutil
 import signal
-import stat
 from pathlib import Path
 
 import pytest
@@ -110,7 +109,7 @@ class Slurm:
         etc.mkdir()
         (hosts.base / "etc" / "munge.key").write_bytes(os.urandom(128))
         (hosts.base / "etc" / "munge.key").chmod(0o600)
-        (etc / "gres.conf").write_text(self._gpus())
+        (etc / "gres.conf").write_text(f"AutoDetect=off\nName=gpu Type=h100 Count={GPUS}\n")
         (etc / "cgroup.conf").write_text(CGROUP_CONF)
         (etc / "slurm.conf").write_text(
             SLURM_CONF.format(
@@ -168,8 +167,6 @@ class Slurm:
             if self._states(name) != ["idle"]:
                 self.run(["scontrol", "update", f"nodename={name}", "state=resume"], check=False)
         self.wait_idle()
-        if self._leaks():
-            self.run(["scontrol", "reconfigure"])
         for host in [self.login, *self.hosts]:
             for process in host.processes():
                 if process.pid != 1 and _program(process) not in SERVICES:
@@ -181,11 +178,6 @@ class Slurm:
     def _states(self, node: str = "") -> list[str]:
         words = ["sinfo", "-h", "-N", "-p", "main", "-o", "%T", *(["-n", node] if node else [])]
         return self.run(words, check=False).split()
-
-    def _leaks(self) -> bool:
-        """Slurm 22.05 keeps GPUs of a job that was preempted, requeued and cancelled, until told to reconfigure."""
-        used = self.run(["sinfo", "-h", "-N", "-p", "main", "-O", "GresUsed:60"]).split()
-        return any(":0" not in word for word in used)
 
     def _munged(self, host: Host) -> str:
         """Munge goes to the background when its socket is there, so what comes next can use it."""
@@ -201,15 +193,3 @@ class Slurm:
         for name in found:
             note(self.hosts.base, f"cgroup {CGROUPS / name / group}")
         return OWN_CGROUPS.format(controllers=" ".join(found), group=group)
-
-    def _gpus(self) -> str:
-        """Devices 195:N as NVIDIA's, without a driver behind them: an allocated GPU opens with ENXIO, another with
-        EPERM. Copies of /dev/null would do for the count, but the devices of one number are one to the cgroup."""
-        folder = self.hosts.base / "dev"
-        folder.mkdir()
-        try:
-            for number in range(GPUS):
-                os.mknod(folder / f"gpu{number}", 0o666 | stat.S_IFCHR, os.makedev(195, number))
-        except PermissionError:
-            return f"AutoDetect=off\nName=gpu Type=h100 Count={GPUS}\n"
-        return f"AutoDetect=off\nName=gpu Type=h100 File={folder}/gpu[0-{GPUS - 1}]\n"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from cloudera_rig import SUBDOMAINS, file_for, fresh_targets, left, up
+from cloudera_rig import SUBDOMAINS, file_for, left, up
 from hosts import Hosts
 from hub_server import HubServer, asked_hub
 from launching import PROMPT, Place, call, now, replica_of, started, wait_ready
@@ -76,7 +76,7 @@ def test_a_deployment_lives_in_the_project_and_verbs_work_from_another_machine(
     assert "penstock: ready after" in call("logs", "one", "--replica", "0").out
     file = file_for(place, workbench)
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "other"))
-    forget = fresh_targets()
+    targets.load.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(ClouderaAi, "adopt", silent)
         refused = call("up", file)
@@ -97,7 +97,7 @@ def test_a_deployment_lives_in_the_project_and_verbs_work_from_another_machine(
     assert sorted(runs) == ["RUNNING", "SUCCEEDED"], "the second replica left by word"
     assert call("down", "one").code == 0
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
-    forget()
+    targets.load.cache_clear()
     here = left(workbench)
     assert now(run).phase == "down", here
 

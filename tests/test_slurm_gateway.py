@@ -28,7 +28,7 @@ from penstock.wire.client import Client
 
 pytestmark = pytest.mark.hosts
 
-both = pytest.mark.parametrize("slurm", PROCTRACKS, indirect=True)
+
 JOB = {"on": "job", "auth": "keys", "hold_s": 30}
 
 
@@ -50,7 +50,7 @@ def address(desk: Desk) -> dict[str, Any]:
     return found
 
 
-@both
+@pytest.mark.parametrize("slurm", PROCTRACKS, indirect=True)
 @pytest.mark.nightly
 def test_a_gateway_in_a_job_serves_comes_back_and_leaves_nothing(desk: Desk) -> None:
     key = up(desk, desk.write(gateway=JOB))

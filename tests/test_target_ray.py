@@ -111,18 +111,10 @@ def test_a_deployment_lives_on_the_cluster_and_shows_its_token_to_nobody(place: 
 
 
 @pytest.mark.nightly
-def test_down_now_does_not_wait_for_a_stream_and_a_survey_asks_every_node(
-    place: Place, ray_cluster: RayCluster
-) -> None:
+def test_down_now_does_not_wait_for_a_stream_and_forgets_surveys(place: Place, ray_cluster: RayCluster) -> None:
     file = file_for(place, ray_cluster, engine={"args": {"tokens-per-s": 1}})
     run = place.up(file)
     wait_ready(run)
-    argv = ["-c", "import sys, socket; print(sys.argv[1], socket.gethostname())", "{rank}"]
-    answers = targets.load("ray").survey(reading.load(file), argv, 20.0)
-    assert sorted((told.host, told.exit_code, told.out) for told in answers) == [
-        ("node1", 0, "0 node1\n"),
-        ("node2", 0, "1 node2\n"),
-    ]
     findings = examine.examine(reading.load(file), is_quick=True)
     assert [finding for finding in findings if finding.state == "bad"] == [], "doctor on a cluster that runs it"
     dashboard = Dashboard(ray_cluster.url)
