@@ -156,6 +156,8 @@ def test_a_session_or_an_amp_starts_a_deployment_that_others_take_over(place: Pl
     assert said.startswith("one is ready") and said.endswith("one is down\n"), said
     assert workbench.left() == []
     assert now(run).phase == "down", "also for the laptop"
+    shutil.rmtree(folder / ".penstock" / "runs")  # the session's own run folder, for its logs
+    shutil.rmtree(run.path)  # so that the laptop asks the workbench
 
     texts = amp.files(reading.load(file))
     block = yaml.safe_load(texts["amp:deployment.yaml"])
@@ -169,8 +171,7 @@ def test_a_session_or_an_amp_starts_a_deployment_that_others_take_over(place: Pl
     assert done.code == 0 and done.events[0]["was_running"], done
     wait_ready(place.run())
     assert expected_text(PROMPT, 8) in call("chat", "one", "-m", PROMPT, "--max-tokens", 8).out
-    assert call("down", "one").code == 0 and workbench.left() == []
-    shutil.rmtree(folder / ".penstock" / "runs")  # the session's own run folder, for its logs
+    assert call("down", "one").code == 0 and left(workbench) == []
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------
@@ -321,7 +322,7 @@ def up_until_weights_come(place: Place, workbench: Workbench, hub: HubServer, no
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("nodes", ["jobs", "workers"])
-def test_weights_come_by_a_job_before_nodes_start_and_a_hub_that_refuses_them_ends_the_start(
+def test_weights_come_by_a_job_before_nodes_start(
     place: Place, workbench: Workbench, hub: HubServer, nodes: str
 ) -> None:
     run = up_until_weights_come(place, workbench, hub, nodes)
@@ -332,12 +333,17 @@ def test_weights_come_by_a_job_before_nodes_start_and_a_hub_that_refuses_them_en
     assert call("down", "one", "--weights").code == 0
     assert not kept(workbench).exists()
 
+
+@pytest.mark.nightly
+def test_weights_that_a_hub_refuses_end_the_start_with_its_reason(
+    place: Place, workbench: Workbench, hub: HubServer
+) -> None:
     workbench.pods.n_free = 0  # type: ignore[attr-defined]
-    assert call("up", file_of(place, workbench, hub, nodes=nodes), "--json", "--no-wait").code == 0
+    assert call("up", file_of(place, workbench, hub), "--json", "--no-wait").code == 0
     hub.token = "hf_of_ada"
     workbench.pods.n_free = None  # type: ignore[attr-defined]
-    until(lambda: "the weights could not be fetched" in reason(place), "the hub refuses them: the reason")
-    assert len(fetches(workbench)) == 2, "another run would end as this one"
+    until(lambda: "the weights could not be fetched" in reason(place), "the reason")
+    assert len(fetches(workbench)) == 1, "another run would end as this one"
     assert call("down", "one").code == 0
 
 

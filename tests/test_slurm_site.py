@@ -59,8 +59,8 @@ def test_a_good_request_is_not_refused_and_problems_come_together() -> None:
     assert problems(hardware={**GPUS, "nodes": 2}, slurm=block) == []
     assert problems(hardware={**GPUS, "nodes": 3}, slurm={"partition": "long", "time": "7-0"}) == []
     assert problems(engine={"kind": "vllm"}) == []
-    block = {"partition": "gpu", "time": "2-0", "gres": "gpu:tpu:1", "cpus_per_node": 100}
-    assert len(problems(hardware={"gpu": "h100-sxm"}, slurm=block)) == 2, "all that is wrong is told together"
+    wrong = {"partition": "gpu", "time": "2-0", "gres": "gpu:tpu:1", "cpus_per_node": 100}
+    assert len(problems(hardware={"gpu": "h100-sxm"}, slurm=wrong)) == 2, "all that is wrong is told together"
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_all_problems_are_named_at_once(vessl: FakeVessl) -> None:
 def test_a_deployment_that_fits_has_no_problems_and_gets_the_presets_machine(
     vessl: FakeVessl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert of_vessl() == checks.file_problems(file()) == []
+    assert of_vessl() == [] and checks.file_problems(file()) == []
     assert file().gateway.auth == "keys", "the address is public"
     (machine,) = targets.load("vessl").machines(file())
     assert (machine.host, machine.n_cpus, machine.memory_bytes) == ("gpu-l4-small", 6, 42 * 2**30)
