@@ -183,6 +183,22 @@ def test_what_a_version_lacks_is_left_out_where_nothing_depends_on_it_and_refuse
         Judge.read([])
 
 
+def test_the_fake_refuses_what_its_description_does_not_have(there: fake.Workbench) -> None:
+    workbench = connected(there)
+    for path, body, said in (
+        (JOBS, body_of_job(environment_variables={}), 'unknown field "environment_variables"'),
+        ("/nowhere", {}, "Not Found"),
+        (JOBS, body_of_job(), r"script a\.py does not exist"),
+    ):
+        with pytest.raises(HttpError, match=said):
+            workbench._ask("POST", path, body)
+    (there.pods.folder / "a.py").touch()
+    job = workbench.create_job(body_of_job())
+    workbench.run_job(job["id"])
+    with pytest.raises(HttpError, match="has an active run"):
+        workbench.run_job(job["id"])
+
+
 # ---- what is left ----------------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ from penstock.spec.deployment import Deployment, Parallel
 from penstock.targets import Placement
 from penstock.targets.ray import driver, jobs_api
 from penstock.targets.ray import target as target_ray
-from penstock.targets.ray.jobs_api import Dashboard, Job, RayNode, package
+from penstock.targets.ray.jobs_api import Dashboard, Job, RayNode, _free, package
 from penstock.targets.ray.placement import as_ray_gives, gpu_kind
 from penstock.targets.ray.target import RayJobs, _mark
 from penstock.wire.answers import HttpError, NoAnswer
@@ -75,12 +75,13 @@ def test_the_clusters_token_is_sent_and_a_log_is_all_text_and_nothing_when_its_j
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "word")
-    with answering(200, json.dumps({"logs": "10%\r20%\rdone\nnext\nbegu"})) as (address, seen):
+    facts = {"version": "4", "ray_version": "2.60.0", "logs": "10%\r20%\rdone\nnext\nbegu"}
+    with answering(200, json.dumps(facts)) as (address, seen):
         assert Dashboard(address).log("j") == "10%\r20%\rdone\nnext\nbegu"
         monkeypatch.delenv("RAY_AUTH_TOKEN")
         (tmp_path / "token").write_text("filed\n")
         monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-        Dashboard(address).log("j")
+        assert Dashboard(address).ray_version() == "2.60.0"
     assert seen == ["Bearer word", "Bearer filed"]
     with answering(404, "no such job") as (address, _):
         assert Dashboard(address).log("j") == ""
@@ -170,6 +171,8 @@ def placed(target: RayJobs, state: str = "up") -> Placement:
 
 
 def test_a_job_and_its_placement_group_become_a_placement(cluster: Cluster) -> None:
+    text = "2.0/8.0 CPU (1.0 used of 2.0 reserved in placement groups)\n0.0/4.0 GPU\n0B/19.82GiB memory"
+    assert _free(text) == {"CPU": 6.0, "GPU": 4.0}
     target = RayJobs()
     assert placed(target) == Placement("gone", "Ray does not know its job j")
     cluster.jobs_now = {"j": Job("j", "PENDING")}
