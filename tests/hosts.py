@@ -2,7 +2,6 @@
 
     with Hosts(2) as hosts:
         hosts["node1"].run(["hostname"]).stdout          # as root on node1
-        hosts.ssh("node2", "ls", "/tmp")                 # the same over ssh, with the file hosts.ssh_config
         hosts["node2"].kill()                            # power loss: peers hear nothing more
         hosts["node2"].start()
 
@@ -193,7 +192,16 @@ class Host:
         """Run a program on this host to its end. With `check`, AssertionError with its output unless it exits 0."""
         pipe = subprocess.PIPE
         process = self.popen(words, env=env, cwd=cwd, stdin=pipe, stdout=pipe, stderr=pipe)
-        return _finish(process, words, f"on {self.name}", stdin, check, timeout_s)
+        with process:
+            try:
+                out, err = process.communicate(stdin, timeout=left_s() if timeout_s is None else timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                out, err = process.communicate()
+                raise AssertionError(f"{list(words)} on {self.name} did not end in time: {out}{err}") from None
+        if check and process.returncode:
+            raise AssertionError(f"{list(words)} on {self.name} exited {process.returncode}: {out}{err}")
+        return subprocess.CompletedProcess(list(words), process.returncode, out, err)
 
     def service(self, words: Sequence[str]) -> None:
         """Start a daemon that stays in the foreground, now and at every later start of the host."""
@@ -328,13 +336,6 @@ class Hosts:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-    def ssh(self, name: str, *words: str, check: bool = True, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        """`ssh name words...` from this process; the words are joined to one line for the host's shell."""
-        argv = ["ssh", "-F", str(self.ssh_config), name, *words]
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-        return _finish(process, argv, "here", stdin, check, None)
 
     def heal(self) -> None:
         """All on, all connected: what a test may expect to find."""
@@ -542,18 +543,3 @@ def _process(entry: Path, space: Path) -> HostProcess | None:
         return None
     env = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
     return HostProcess(int(fields["NSpid"].split()[-1]), int(entry.name), argv, env)
-
-
-def _finish(
-    process: subprocess.Popen[str], words: Sequence[str], where: str, stdin: str, check: bool, timeout_s: float | None
-) -> subprocess.CompletedProcess[str]:
-    with process:
-        try:
-            out, err = process.communicate(stdin, timeout=left_s() if timeout_s is None else timeout_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, err = process.communicate()
-            raise AssertionError(f"{list(words)} {where} did not end in time: {out}{err}") from None
-    if check and process.returncode:
-        raise AssertionError(f"{list(words)} {where} exited {process.returncode}: {out}{err}")
-    return subprocess.CompletedProcess(list(words), process.returncode, out, err)

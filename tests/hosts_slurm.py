@@ -1,7 +1,6 @@
 """A real Slurm on hosts (hosts.py): slurmctld on login, slurmd on every node, munge on all, GPUs that are only numbers.
 
     slurm.run(["srun", "-N2", "hostname"])             # on login, as root
-    slurm.hosts.ssh("login", "sbatch", "--version")    # as a user on a laptop does it
     job = slurm.submit("#!/bin/sh\\nsleep 60")
     slurm.wait(job, "RUNNING")
 

@@ -57,6 +57,6 @@ def test_a_killed_session_leaves_nothing(with_janitor: bool) -> None:
     until(lambda: not any(started_at(int(pid)) for pid in pids), "the hosts are gone, with or without their janitor")
     if with_janitor:
         with Hosts(1) as others:  # clears away what it finds
-            assert others.ssh("node1", "hostname").stdout == "node1\n"
+            assert others[0].run(["hostname"]).stdout == "node1\n"
         assert not traces(others.base, others.slot)
     until(lambda: not traces(base, slot), "nothing is left")
