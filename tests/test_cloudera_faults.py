@@ -199,7 +199,8 @@ def check_dashboard(run: Run, workbench: Workbench, address: str) -> str:
     assert len(token) == 64 and token not in log
     files = [path for path in workbench.pods.folder.rglob("*") if path.is_file()]
     assert len(files) > 10 and not any(token.encode() in path.read_bytes() for path in files)
-    processes = [process for host in workbench.pods.hosts for process in host.processes()]  # type: ignore[attr-defined]
+    hosts = [host for host in workbench.pods.hosts if host.is_on]  # type: ignore[attr-defined]
+    processes = [process for host in hosts for process in host.processes()]
     assert any("gcs_server" in word for process in processes for word in process.argv), "Ray runs"
     assert not any(token in word for process in processes for word in process.argv)
     return token
