@@ -192,9 +192,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    if not quick_tier.is_quick(item):
-        return (yield)
-    with quick_tier.watched(item.path.name):
+    with quick_tier.watched(quick_tier.allowed(item)):
         return (yield)
 
 

@@ -1,4 +1,4 @@
-"""The tests without a marker of a real thing start no process, use no socket and wait for no time.
+"""The tests of `make check` start no process, use no socket and wait for no time; those marked `loopback` start none.
 
 While such a test runs, an attempt fails with the marker that the test needs. The test fails at its end too, since code
 under test may have swallowed the error.
@@ -25,7 +25,6 @@ REAL: Final = (
     "postgres",
     "processes",
     "browser",
-    "loopback",
     "simulation",
     "nightly",
     "slow",
@@ -41,27 +40,9 @@ KINDS: Final[dict[str, Kind]] = {
 }
 INSTEAD: Final[dict[Kind, str]] = {
     "process": "mark it `processes`, or give the code a World (penstock/world.py) with a scripted process",
-    "socket": "mark it `processes`, or give the code bytes or a fake transport",
-    "wait": "give the code a World (penstock/world.py) with a virtual clock, or mark it `processes`",
+    "socket": "give the code bytes or a fake transport, or mark it `loopback`",
+    "wait": "give the code a World (penstock/world.py) with a virtual clock, or mark it `loopback`",
 }
-# File -> what its tests still do. A name only leaves: convert the tests of the file, or mark them.
-_STILL: Final[dict[tuple[Kind, ...], str]] = {
-    ("process", "socket", "wait"): """
-        bench_cli chat_page_login cli cli_daily cli_keys client deploy fake_engine fetch fetch_faults
-        fetch_model gateway_config ray_jobs
-    """,
-    ("socket",): """
-        cli_requests cli_ui controller_chat_page controller_place controller_prometheus doctor events facts
-        formation http_files kubernetes_verbs live models modelscope node placed_gateway readings
-    """,
-    ("socket", "wait"): """
-        chat_terminal cli_dashboard engines_vllm gateway_traces gateway_wire kubernetes_api
-    """,
-    ("wait",): """
-        chat_pacing chat_plain_answer chat_streaming gpu_claims runs
-    """,
-}
-STILL: Final = {f"test_{name}.py": frozenset(kinds) for kinds, names in _STILL.items() for name in names.split()}
 
 
 class Attempt(AssertionError):
@@ -118,16 +99,19 @@ def is_real_clock(loop: asyncio.AbstractEventLoop) -> bool:
     return type(loop).time is asyncio.BaseEventLoop.time or type(loop).__module__.startswith("uvloop")
 
 
-def is_quick(item: pytest.Item) -> bool:
-    return not any(item.get_closest_marker(name) for name in REAL)
+def allowed(item: pytest.Item) -> frozenset[Kind] | None:
+    """What a test may do by its markers; None: all."""
+    if any(item.get_closest_marker(name) for name in REAL):
+        return None
+    return frozenset[Kind](("socket", "wait") if item.get_closest_marker("loopback") else ())
 
 
 @contextmanager
-def watched(file: str, watch: Watch = WATCH) -> Iterator[None]:
-    """Refuse what a quick test of that file must not do.  Raises Attempt at the end where the code swallowed it."""
+def watched(kinds: frozenset[Kind] | None, watch: Watch = WATCH) -> Iterator[None]:
+    """Refuse what a test must not do.  Raises Attempt at the end where the code swallowed it."""
     watch.attempts = []
     watch.others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
-    watch.allowed = STILL.get(file, frozenset())
+    watch.allowed = kinds
     try:
         yield
     finally:

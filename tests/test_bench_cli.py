@@ -81,6 +81,7 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
     return asked
 
 
+@pytest.mark.loopback
 @pytest.mark.usefixtures("offered")
 def test_a_sweep_tells_the_highest_load_of_every_layout(tmp_path: Path) -> None:
     words = ["bench", "sweep", "--tensor", "1,2,4", "--slo", "ttft:500", "--out", tmp_path / "s"]
@@ -102,6 +103,7 @@ def test_a_sweep_over_given_loads_has_other_prompts_for_each(tmp_path: Path, off
     assert [options.seed for options in offered] == [7, 8, 9]
 
 
+@pytest.mark.loopback
 @pytest.mark.usefixtures("offered")
 def test_ctrl_c_ends_all_layouts_of_a_sweep_and_writes_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -121,6 +123,7 @@ def test_ctrl_c_ends_all_layouts_of_a_sweep_and_writes_what_there_is(
     assert "TP 1: up to 2 requests/s; interrupted" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.loopback
 def test_a_run_of_a_sweep_that_was_ended_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = serve.report
     monkeypatch.setattr(serve, "report", lambda *rest: msgspec.structs.replace(whole(*rest), was_interrupted=True))
@@ -151,6 +154,7 @@ def tasks(monkeypatch: pytest.MonkeyPatch) -> list[offline.Task]:
     return asked
 
 
+@pytest.mark.loopback
 @pytest.mark.usefixtures("tasks")
 def test_each_tensor_size_has_a_row_and_a_refused_or_broken_one_its_reason() -> None:
     words = ["bench", "throughput", "--engine", "vllm", "--num-prompts", "10", "--tensor"]
@@ -259,6 +263,7 @@ def test_an_engine_ends_with_the_command(number: signal.Signals, large_vocabular
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.loopback
 @pytest.mark.parametrize(
     "words",
     [

@@ -276,6 +276,7 @@ def test_attempts_are_counted_by_address_and_together() -> None:
 # ---- a gateway that speaks TLS ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.loopback
 def test_the_gateways_own_certificate_is_taken_at_its_address(certificate: tuple[Path, Path]) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

@@ -108,6 +108,7 @@ def reply(text: str, n_tokens: int | None = None) -> Reply:
     return Reply(text, "stop", 1, n_tokens, 0.012, 0.5, 310.4, None, None)
 
 
+@pytest.mark.loopback
 def test_one_question_or_lines_from_a_pipe_give_answers_only(client: Client) -> None:
     assert once(client, "hello there", SHORT) == "1:hello 2:there 3:hello\n"
     assert pipe(client, "tell me\n", Settings(max_tokens=20)) == expected_text("tell me", 20) + "\n"
@@ -142,6 +143,7 @@ def chosen(body: dict[str, object]) -> str:
     return f" {json.dumps(rest)}" if rest else ""
 
 
+@pytest.mark.loopback
 @pytest.mark.parametrize("name", TALKS)
 def test_a_talk_is_the_golden_one(
     name: str, engine: InThread, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -162,12 +164,14 @@ def test_a_talk_is_the_golden_one(
     assert f"{shown}{saved}\n" == path.read_text("utf-8")
 
 
+@pytest.mark.loopback
 def test_completion_sends_raw_prompts_without_a_conversation(engine: InThread, client: Client) -> None:
     said = pipe(client, "Singapore is a\nFrance is a\n", Settings(max_tokens=2), ChatOptions(completion=True))
     assert said == "1:Singapore 2:is\n1:France 2:is\n"
     assert json.loads(engine.seen[-1].body)["prompt"] == "France is a"
 
 
+@pytest.mark.loopback
 def test_json_gives_one_line_for_each_answer(client: Client) -> None:
     lines = pipe(client, "/stats\na b\nc\n", SHORT, ChatOptions(as_json=True)).splitlines()
     first, second = map(json.loads, lines)
@@ -176,6 +180,7 @@ def test_json_gives_one_line_for_each_answer(client: Client) -> None:
     assert first["ttft_s"] > 0
 
 
+@pytest.mark.loopback
 def test_a_conversation_goes_on_from_a_file(engine: InThread, client: Client, tmp_path: Path) -> None:
     path, n_before = tmp_path / "talk.json", len(engine.seen)
     talk(client, "a", "b", "/retry", f"/save {path}", settings=replace(SHORT, system="whisper"))
@@ -189,6 +194,7 @@ def test_a_conversation_goes_on_from_a_file(engine: InThread, client: Client, tm
         assert 'cannot use the file name "~nobody-here/x"' in talk(client, f"/{verb} ~nobody-here/x")
 
 
+@pytest.mark.loopback
 def test_a_failure_in_a_script_is_raised(client: Client) -> None:
     with pytest.raises(PenstockError, match="does not exist"):
         pipe(client, "a\nb\n", Settings("nope"))
@@ -208,6 +214,7 @@ def test_ctrl_c_stops_the_answer_closes_the_stream_and_keeps_what_was_said() -> 
     assert client.is_closed
 
 
+@pytest.mark.loopback
 def test_only_a_terminal_gets_colour_and_no_color_takes_it_away(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

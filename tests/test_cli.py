@@ -27,6 +27,8 @@ from penstock.run_folder import Desired, Run, State
 from penstock.targets import TABLE, load, local
 from penstock.text import MIB
 
+pytestmark = pytest.mark.loopback
+
 VERBS = ["up", "render", "ls", "status", "logs", "chat", "keys", "usage", "scale", "down", "clean", "doctor"]
 MISSING = Vllm.missing
 
@@ -313,6 +315,7 @@ def test_logs_and_events_are_printed_as_lines(shell: Shell) -> None:
     assert shell("logs", "--part", "events")[1].endswith(" scale [replica 1]: 1 -> 2 replicas\n")
 
 
+@pytest.mark.processes
 def test_doctor_ends_with_1_when_something_is_bad(shell: Shell, home: Path) -> None:
     code, output, _ = shell("doctor", "penstock-demo", "--set", "engine.max_model_len=4096", "--json")
     facts = json.loads(output)
@@ -352,6 +355,7 @@ def test_help_lists_and_explains_every_verb(shell: Shell) -> None:
     assert shell("--version") == (0, f"penstock {__version__}\n", "")
 
 
+@pytest.mark.processes
 def test_help_imports_nothing_heavy() -> None:
     code = "import sys; from penstock.cli import main; main.run([]); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

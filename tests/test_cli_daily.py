@@ -40,6 +40,7 @@ def test_a_mistyped_verb_or_flag_gets_the_nearest_and_the_usage_of_its_verb(
     assert f"hint: {hint}" in errors
 
 
+@pytest.mark.loopback
 def test_other_words_for_verbs(shell: Shell, tmp_path: Path) -> None:
     run_folder(deployment(name="one"))
     assert shell("ps")[1] == shell("ls")[1]
@@ -56,6 +57,7 @@ def test_other_words_for_verbs(shell: Shell, tmp_path: Path) -> None:
         assert shell(verb, "nobody")[2].splitlines()[0] == 'error: cannot find deployment "nobody"'
 
 
+@pytest.mark.loopback
 @pytest.mark.usefixtures("home")
 def test_flags_of_vllm_serve_are_settings_and_a_file_may_be_given_as_with_other_tools(
     shell: Shell, tmp_path: Path
@@ -75,6 +77,7 @@ def test_flags_of_vllm_serve_are_settings_and_a_file_may_be_given_as_with_other_
     assert 'error: argument --max-model-len: "x" is not a whole number' in shell("up", "--max-model-len", "x")[2]
 
 
+@pytest.mark.loopback
 @pytest.mark.parametrize("words", ["status", "ls"])
 def test_watching_shows_it_again_until_ctrl_c(shell: Shell, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     run_folder()
@@ -152,6 +155,7 @@ def test_a_mistyped_flag_of_vllm_gets_the_nearest() -> None:
         assert serve_flags.meant(known) is None
 
 
+@pytest.mark.loopback
 def test_logs_are_of_living_replicas_and_of_a_time(shell: Shell) -> None:
     run = run_folder()
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -167,6 +171,7 @@ def test_logs_are_of_living_replicas_and_of_a_time(shell: Shell) -> None:
     assert len(shell("logs", "--replica", "0")[1].splitlines()) == 4
 
 
+@pytest.mark.loopback
 def test_status_shows_the_cost_as_money(shell: Shell) -> None:
     run = run_folder(deployment(gateway={"price": {"input": 1, "output": 2}}))
     assert "  cost " not in shell("status")[1], "its store is not known"

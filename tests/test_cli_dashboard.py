@@ -20,6 +20,8 @@ from penstock.node.group.addresses import Formation, GroupNode
 from penstock.run_folder import Desired, Run, State
 from penstock.wire.announcement import engine_key, scrape_key
 
+pytestmark = pytest.mark.loopback
+
 URL = "http://127.0.0.1:8000/dashboard"
 KEY = scrape_key(engine_key("secret-token"))
 

@@ -81,6 +81,7 @@ def test_key_is_rotated_and_revoked_by_name_or_id(shell: Shell) -> None:
     assert "revoked" in shell("keys", "list")[1]
 
 
+@pytest.mark.loopback
 @pytest.mark.parametrize(
     "words",
     [

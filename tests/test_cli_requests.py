@@ -15,6 +15,8 @@ from penstock.deployment import live
 from penstock.gateway.accounting.access_log import Line
 from penstock.wire.live import Rates, SlowRequest, Snapshot
 
+pytestmark = pytest.mark.loopback
+
 SLOW = SlowRequest(
     at=1_790_000_000.0, request_id="r-1", key="alice", model="m", replica="0", outcome="complete", status=200,
     duration_s=75.2, hold_s=12.0, own_s=0.0004, first_byte_s=0.8, stream_s=62.4, prompt_tokens=900, output_tokens=700,

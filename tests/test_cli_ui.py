@@ -65,6 +65,7 @@ def written(place: Place, part: Part | None, monkeypatch: pytest.MonkeyPatch, **
 RUNNING = Part("running", url="http://127.0.0.1:7860")
 
 
+@pytest.mark.loopback
 def test_it_prints_the_page_of_a_deployment_with_a_key_or_says_why_there_is_none(
     place: Place, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +84,7 @@ def test_it_prints_the_page_of_a_deployment_with_a_key_or_says_why_there_is_none
     assert code == 1 and note in err and "penstock logs one --part ui" in err
 
 
+@pytest.mark.loopback
 def test_a_deployment_without_a_page_gets_one_here(
     place: Place, shell: Shell, served: list[PageConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

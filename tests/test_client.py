@@ -24,6 +24,8 @@ from penstock.wire.client import Client, tls_context
 from penstock.wire.model_list import ModelCard, ReplicaCount, read_models
 from penstock.wire.waiting import Waiting, read_comment, write_comment
 
+pytestmark = pytest.mark.loopback
+
 FAST = Options(model="m", served_model_name=("m", "alias"), ttft_s=0.0, tokens_per_s=float("inf"))
 HI = [{"role": "user", "content": "tell me a story"}]
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-penstock-replica: 3\r\nx-request-id: abc\r\n"
@@ -358,6 +360,7 @@ def shakes_hands(certificate: tuple[Path, Path], pinned: Path) -> bool:
     return bool(one.getpeercert())
 
 
+@pytest.mark.processes
 def test_a_pinned_certificate_is_taken_by_any_name_and_no_other_is(
     certificate: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -88,8 +88,8 @@ def test_every_test_has_a_home_of_its_own(home: Path, tmp_path: Path) -> None:
         (partial(time.sleep, 0.001), "time.sleep.*World"),
         (lambda: asyncio.run(pause(0.001)), "asyncio.sleep.*World"),
         (lambda: subprocess.run([sys.executable, "-V"]), "subprocess.Popen.*mark it `processes`"),
-        (lambda: socket.create_connection(("127.0.0.1", 9)), "socket.connect.*mark it `processes`"),
-        (lambda: socket.socket().bind(("127.0.0.1", 0)), "socket.bind.*mark it `processes`"),
+        (lambda: socket.create_connection(("127.0.0.1", 9)), "socket.connect.*mark it `loopback`"),
+        (lambda: socket.socket().bind(("127.0.0.1", 0)), "socket.bind.*mark it `loopback`"),
     ],
 )
 def test_a_quick_test_may_not_wait_nor_use_processes_or_sockets(act: Callable[[], object], words: str) -> None:
@@ -104,7 +104,7 @@ def test_an_attempt_that_the_code_swallowed_fails_its_test_at_the_end() -> None:
     swallowed = contextlib.suppress(quick_tier.Attempt)
     with (
         pytest.raises(quick_tier.Attempt, match="a test of the quick tier: a pause"),
-        quick_tier.watched("test_x.py", watch),
+        quick_tier.watched(frozenset(), watch),
         swallowed,
     ):
         watch.refuse("wait", "a pause")
@@ -122,12 +122,7 @@ def test_a_thread_that_an_earlier_test_left_is_not_blamed_on_this_one() -> None:
 
     thread = threading.Thread(target=left, daemon=True)
     thread.start()
-    with quick_tier.watched("test_x.py", watch):
+    with quick_tier.watched(frozenset(), watch):
         go.set()
         thread.join()
     assert done == [True]
-
-
-def test_files_that_still_do_what_they_must_not_are_there() -> None:
-    tests = Path(__file__).parent
-    assert [name for name in quick_tier.STILL if not (tests / name).is_file()] == []

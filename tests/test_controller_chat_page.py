@@ -21,6 +21,8 @@ from penstock.gateway.accounting.key_store import KeyStore, hash_of
 from penstock.run_folder import Desired, Run
 from penstock.wire.announcement import Process
 
+pytestmark = pytest.mark.loopback
+
 
 class Watched(Child):
     """With processes that live and answer as the test says."""

@@ -89,6 +89,7 @@ def test_another_wish_is_tried_at_once_and_the_old_one_forgotten(ticks: Ticks) -
     assert ticks.target.n_tries == 3
 
 
+@pytest.mark.loopback
 def test_one_that_cannot_be_ended_is_not_reported_as_ended(ticks: Ticks) -> None:
     ticks.target.allows, ticks.target.holds = {"0", "1"}, set()
     ticks.tick(TWO)

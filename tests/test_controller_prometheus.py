@@ -20,6 +20,8 @@ from penstock.observe import prometheus
 from penstock.run_folder import Desired, Part, Run, State
 from penstock.wire.announcement import MachineReading, Process
 
+pytestmark = pytest.mark.loopback
+
 PROGRAM = "/usr/bin/prometheus"
 
 

@@ -99,6 +99,7 @@ def test_a_change_of_size_is_done_when_every_replica_is_settled(
     assert not scale.is_scaled(State(NOW, "ready", n_replicas + 1, rows(*states)), n_replicas), "an old observation"
 
 
+@pytest.mark.loopback
 @pytest.mark.usefixtures("marked")
 def test_other_settings_do_not_replace_what_runs_unasked() -> None:
     run_folder(deployment(name="d"))
@@ -149,6 +150,7 @@ def wanted(marked: list[Marked], monkeypatch: pytest.MonkeyPatch) -> Deployment:
     return wanted
 
 
+@pytest.mark.loopback
 def test_a_start_that_broke_off_is_ended_although_ctrl_c_comes_again(
     wanted: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +170,7 @@ def test_a_start_that_broke_off_is_ended_although_ctrl_c_comes_again(
     assert runs.find("d").is_ended()
 
 
+@pytest.mark.processes
 def test_ports_are_held_from_before_the_plan_until_the_gateway_has_them(
     wanted: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +186,7 @@ def test_ports_are_held_from_before_the_plan_until_the_gateway_has_them(
         deploy.up(wanted)
 
 
+@pytest.mark.loopback
 def test_a_port_that_is_taken_after_the_check_is_told_and_leaves_nothing(wanted: Deployment) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -209,6 +213,7 @@ def test_a_home_with_a_placeholder_in_its_name_is_kept_as_it_is(
     assert started == [["node", f"{run.path}/launch.json", "--replica", "3"]]
 
 
+@pytest.mark.loopback
 def test_a_variable_that_nobody_reads_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_LOGING_LEVEL", "DEBUG")
     wanted = deployment(gateway={"port": 0}, engine={"env": {"NCCL_SOCKET_IFNAM": "eth0"}})

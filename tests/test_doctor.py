@@ -279,6 +279,7 @@ def on_hub(hub: Hub, n_bytes: int, weights: str = "model.safetensors") -> None:
     hub.files[f"api/models/{NAME}/revision/main?blobs=true"] = as_json({"id": NAME, "sha": "c0ffee", "siblings": rows})
 
 
+@pytest.mark.loopback
 def test_a_model_of_the_hub_is_found_with_its_size(served: Hub) -> None:  # noqa: F811
     on_hub(served, 40 * GIB)
     told = check_model(deployment(NAME))
@@ -290,6 +291,7 @@ def test_a_model_of_the_hub_is_found_with_its_size(served: Hub) -> None:  # noqa
     assert check_model(deployment(NAME, cache={"allow_pickle": True})).findings[0].state == "ok"
 
 
+@pytest.mark.loopback
 def test_a_gated_or_missing_model_is_named_with_the_way_in(
     served: Hub,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

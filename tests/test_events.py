@@ -98,6 +98,7 @@ def ended(run: Run) -> None:
     run.write_state(State(NOW, "down", 0, controller=Part("gone")))
 
 
+@pytest.mark.loopback
 def test_events_are_listed_with_who_asked_also_of_an_ended_deployment(shell: Shell) -> None:
     run = run_folder(deployment(name="d"))
     run.add_event("scale", "1 -> 2 replicas", who="kim@login1")
@@ -117,6 +118,7 @@ def test_events_are_listed_with_who_asked_also_of_an_ended_deployment(shell: She
     assert shell("logs", "d", "--part", "events")[1].splitlines() == lines
 
 
+@pytest.mark.loopback
 def test_old_events_are_left_out_by_time_and_number(shell: Shell) -> None:
     run = run_folder(deployment(name="d"))
     old = msgspec.json.encode(Event(1000.0, "up", "long ago"))
@@ -127,6 +129,7 @@ def test_old_events_are_left_out_by_time_and_number(shell: Shell) -> None:
     assert len(shell("events", "d", "--since", "52w", "-n", "3")[1].splitlines()) <= 3
 
 
+@pytest.mark.loopback
 def test_a_hostile_text_stays_one_line_and_moves_no_cursor(shell: Shell) -> None:
     run = run_folder(deployment(name="d"))
     run.add_event("place failed", "\033[2J\r\nerror: gone\a", "\n\033]0;x", who="a\nb")
@@ -180,6 +183,7 @@ def test_who_asked_is_the_user_of_the_process_not_of_the_environment(monkeypatch
     assert events.asked_by() == f"4000000000@{host}"
 
 
+@pytest.mark.loopback
 def test_changes_of_keys_are_events_without_their_secrets(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "SEEN_S", 0.0)
     run = run_folder(deployment(name="d"))

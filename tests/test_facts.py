@@ -169,6 +169,7 @@ def sharded(served: Hub, name: str = NAME) -> None:
     served.files[f"{name}/resolve/main/{files.INDEX}"] = as_json(INDEX)
 
 
+@pytest.mark.loopback
 def test_a_hub_repository_is_read_by_its_headers_and_a_second_time_by_its_config(served: Hub, home: Path) -> None:
     sharded(served)
     first = facts.read(NAME)
@@ -183,6 +184,7 @@ def test_a_hub_repository_is_read_by_its_headers_and_a_second_time_by_its_config
     assert facts.read(NAME) == first
 
 
+@pytest.mark.loopback
 def test_the_old_format_gives_bytes_and_headers_that_could_not_be_read_are_told_and_asked_again(served: Hub) -> None:
     served.add("someone/old", config__json=as_json(CONFIG))
     served.files["someone/old/resolve/main/pytorch_model.bin.index.json"] = as_json(INDEX)
@@ -197,6 +199,7 @@ def test_the_old_format_gives_bytes_and_headers_that_could_not_be_read_are_told_
     assert facts.read(NAME).tensors
 
 
+@pytest.mark.loopback
 def test_the_token_goes_to_the_hub_and_to_no_other_host(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     served.token = "hf_secret"
@@ -212,6 +215,7 @@ def test_the_token_goes_to_the_hub_and_to_no_other_host(served: Hub, monkeypatch
     assert other.asked[0][2] is not None  # the range goes along
 
 
+@pytest.mark.loopback
 def test_a_hub_that_breaks_is_asked_again_and_then_what_was_kept_is_used(served: Hub) -> None:
     with pytest.raises(UserError, match="no such file"):
         facts.read(NAME)
@@ -226,6 +230,7 @@ def test_a_hub_that_breaks_is_asked_again_and_then_what_was_kept_is_used(served:
     assert "HTTP 500; using what an earlier plan read" in read.notes[0]
 
 
+@pytest.mark.loopback
 def test_a_gated_model_is_explained_or_taken_from_the_catalogue(served: Hub) -> None:
     served.token = "another"
     with pytest.raises(UserError, match="it is gated") as caught:
@@ -257,6 +262,7 @@ def test_offline_nothing_is_asked_and_the_hubs_own_cache_is_used(
     assert "using the hub's cache" in found.notes[0]
 
 
+@pytest.mark.loopback
 def test_a_repository_that_differs_in_training_alone_has_the_layers_of_the_catalogue(
     served: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +278,7 @@ def test_a_repository_that_differs_in_training_alone_has_the_layers_of_the_catal
             facts.read(name)
 
 
+@pytest.mark.loopback
 def test_no_network_is_explained(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # discard: nobody listens
     with pytest.raises(UserError, match="could not reach the hub") as caught:
@@ -280,6 +287,7 @@ def test_no_network_is_explained(served: Hub, monkeypatch: pytest.MonkeyPatch) -
     assert facts.read(CATALOGUED).config["num_hidden_layers"] == 80
 
 
+@pytest.mark.loopback
 def test_an_index_cannot_lead_out_of_the_folder(served: Hub) -> None:
     served.add(NAME, config__json=as_json(CONFIG))
     index = {"weight_map": {"a": "../../x.safetensors", "b": "/etc/y.safetensors", "c": 5}}

@@ -27,6 +27,8 @@ from penstock.wire.answers import Chunk, HttpError, Reply, ToolCall
 from penstock.wire.client import Client, Message
 from penstock.wire.sse import Parser
 
+pytestmark = pytest.mark.loopback
+
 GOLDEN = Path(__file__).parent / "golden" / "vllm-0.32.0"
 JSON = {"content-type": "application/json"}
 INSTANT = Options(model="/models/demo", ttft_s=0.0, tokens_per_s=float("inf"), max_model_len=512)

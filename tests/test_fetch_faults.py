@@ -16,6 +16,8 @@ from hub_server import COMMIT, HubServer, asked_hub, serving
 from penstock.errors import PenstockError, UserError
 from penstock.models import fetch, fetch_files, fetch_lock, hub, manifest, part_file, sources
 
+pytestmark = pytest.mark.loopback
+
 NAME = "org/tiny"
 FILES = {"config.json": b"{}", "a.safetensors": b"a" * 3_000_000, "b.safetensors": b"b" * 1_500_000}
 SOURCE = sources.Source("hub", NAME)

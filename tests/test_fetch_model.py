@@ -25,6 +25,8 @@ from penstock.engines.vllm.engine import Vllm
 from penstock.errors import PenstockError, UserError
 from penstock.models import fetch, fetch_files, fetch_lock, hub, manifest, sources, volume
 
+pytestmark = pytest.mark.loopback
+
 NAME = "org/tiny"
 FILES = {"config.json": b"{}", "tokenizer.json": b"{    }", "a.safetensors": b"a" * 100, "b.safetensors": b"b" * 50}
 SOURCE = sources.Source("hub", NAME)

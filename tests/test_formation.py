@@ -141,6 +141,7 @@ def test_one_interface_is_set_for_vllm_nccl_and_gloo_together() -> None:
 ONE_NODE = Formation((GroupNode(0, "head", "127.0.0.1", "lo"),), master_port=6001, ray_port=6000, ray_token="secret")
 
 
+@pytest.mark.loopback
 def test_all_parts_of_ray_get_different_ports_also_when_the_kernel_offers_one_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -151,6 +152,7 @@ def test_all_parts_of_ray_get_different_ports_also_when_the_kernel_offers_one_tw
     assert len({*ports, ONE_NODE.master_port}) == len(ports) + 1 == 10
 
 
+@pytest.mark.loopback
 def test_the_token_of_ray_is_in_the_environment_only_and_replaces_the_users() -> None:
     theirs = Command(("vllm",), {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "theirs"})
     command = ray.start(demo_plan(), ONE_NODE, 0, "/folder", theirs)
@@ -158,6 +160,7 @@ def test_the_token_of_ray_is_in_the_environment_only_and_replaces_the_users() ->
     assert not any("secret" in word for word in (*command.argv, *ray.check("127.0.0.1:6000", 1, 1, 60.0).argv))
 
 
+@pytest.mark.loopback
 @pytest.mark.parametrize(("version", "is_shown"), [("2.51.2", False), ("2.52.0", True), ("3.0.0.dev0", True)])
 def test_a_proxy_leads_only_to_a_dashboard_that_asks_for_a_token(
     monkeypatch: pytest.MonkeyPatch, version: str, is_shown: bool

@@ -79,6 +79,7 @@ def test_token_file_must_be_private_and_filled(tmp_path: Path) -> None:
         read_token(path)
 
 
+@pytest.mark.loopback
 def test_taken_port_ends_the_process_with_code_2(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     token, config = tmp_path / "token", tmp_path / "gateway.json"
     token.touch(0o600)

@@ -67,6 +67,7 @@ async def test_without_traces_the_headers_pass_as_they_are() -> None:
         assert [head.get(b"tracestate") for head in heads] == [b"a=1", b"a=1", None]
 
 
+@pytest.mark.loopback
 async def test_requests_go_on_without_collector_and_disk(tmp_path: Path) -> None:
     log = tmp_path / "gone" / "access.log"
     log.parent.mkdir()

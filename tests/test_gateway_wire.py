@@ -25,6 +25,7 @@ from penstock.text import KIB
 CHUNKED = b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
+@pytest.mark.loopback
 def test_a_unix_socket_left_behind_is_replaced_and_a_living_one_is_not(tmp_path: Path) -> None:
     path = tmp_path / "a.sock"
     open_socket((f"unix:{path}", 0)).close()

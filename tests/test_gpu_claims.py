@@ -42,6 +42,7 @@ def test_two_nodes_take_different_gpus_and_none_that_somebody_fills() -> None:
     assert gpu_locks.claim(1, 0.9, wait_s=0.0, look=lambda: machine(10, 100, 100, 100)).indices == (1,)
 
 
+@pytest.mark.loopback
 def test_it_waits_for_the_memory_of_a_dead_one_and_a_refusal_says_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PenstockError, match=r"GPU 0 10\.0 GiB"):
         gpu_locks.claim(1, 0.9, wait_s=0.0, look=lambda: machine(10))

@@ -15,6 +15,8 @@ from penstock.errors import PenstockError, UserError
 from penstock.models import http_files
 from penstock.models.part_file import CannotContinueError, PartFile
 
+pytestmark = pytest.mark.loopback
+
 BODY = bytes(range(256)) * 8
 HIDDEN = {"Authorization": "Bearer hidden"}
 

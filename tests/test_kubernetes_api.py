@@ -15,6 +15,8 @@ from penstock.targets.kubernetes import api as api_module
 from penstock.targets.kubernetes import pod_logs
 from penstock.targets.kubernetes.api import Api, ApiError
 
+pytestmark = pytest.mark.loopback
+
 PODS = "/api/v1/namespaces/team/pods"
 MAPS = "/api/v1/namespaces/team/configmaps"
 MAP = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_recorded
 import pytest
 from kubernetes_cluster import Namespace
 from launching import Place, a_place, ask, call, wait_ready, wait_until
@@ -50,9 +52,16 @@ def up(place: Place, file: Path) -> tuple[Run, str]:
     return place.run("one"), str(done.events[0]["key"])
 
 
-def test_kubernetes_keeps_the_contract_of_targets(place: Place, kubernetes: Namespace) -> None:
+def test_kubernetes_keeps_the_contract_and_answers_as_recorded(
+    place: Place, kubernetes: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recorded answers judge the stub of the API, on which the same contract runs without a cluster."""
     run, launch = place.written(file_for(place))
+    exchanges = kubernetes_recorded.listen(monkeypatch, kubernetes.name)
     check_target(targets.load("kubernetes"), run, launch, sys.executable, lambda: kinds_left(kubernetes))
+    if "PENSTOCK_RECORD" in os.environ:
+        kubernetes_recorded.record(exchanges)
+    assert kubernetes_recorded.strays(exchanges) == []
 
 
 def test_a_deployment_lives_in_the_cluster(place: Place, kubernetes: Namespace) -> None:

@@ -32,6 +32,8 @@ from penstock.targets.kubernetes import folder
 from penstock.targets.kubernetes import target as kubernetes
 from penstock.wire.announcement import GatewayAddress
 
+pytestmark = pytest.mark.loopback
+
 KINDS: tuple[Kind, ...] = ("replica", "gateway", "controller", "ui")
 
 

@@ -137,6 +137,7 @@ def test_a_gateway_that_ends_its_stream_is_asked_again(run: Run, monkeypatch: py
     assert caught.value.is_retryable and caught.value.hint == f"See what it does: penstock status {run.name}"
 
 
+@pytest.mark.loopback
 def test_a_run_without_a_gateway_has_no_snapshot(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reachable, "gateways", lambda run, timeout_s: [Client("http://127.0.0.1:1", timeout_s=1)])
     with pytest.raises(PenstockError, match="no gateway") as caught:

@@ -240,6 +240,7 @@ OTHERS: tuple[str, ...] = (
 OTHERS += ("README.md", "onnx/model.onnx", ".gitattributes", "modeling_x.py")
 
 
+@pytest.mark.loopback
 def test_only_the_files_that_an_engine_needs_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Safetensors and texts, or one quantisation in GGUF; pickled weights only where the file allows it."""
     names = ("m-Q8_0.gguf", "m-Q4_K_M.gguf", "b-F16-00001-of-00002.gguf", "b-F16-00002-of-00002.gguf", "m.safetensors")
@@ -273,6 +274,7 @@ def test_only_the_files_that_an_engine_needs_are_fetched(tmp_path: Path, monkeyp
         assert (fetch.locate(deployment("org/name", **settings)) / "m.bin").is_file()
 
 
+@pytest.mark.loopback
 def test_what_another_program_fetched_is_used_when_the_hub_is_not_reached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +350,7 @@ def test_a_node_has_its_own_copy_of_the_bundled_model_and_folders_where_they_wer
         here(planned("/nowhere/model", "/nowhere/model"))
 
 
+@pytest.mark.loopback
 def test_a_node_fetches_a_hub_model_in_the_planned_revision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     base, seen = f"/elsewhere/hub/models--org--name/snapshots/{COMMIT}", list[fetch.Progress]()

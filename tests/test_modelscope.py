@@ -15,6 +15,8 @@ from penstock.errors import PenstockError, UserError
 from penstock.models import modelscope, sources
 from penstock.models.part_file import PartFile
 
+pytestmark = pytest.mark.loopback
+
 TENSORS = bytes(range(256)) * 4
 FILES = {"config.json": b"{}", "model.safetensors": TENSORS, "README.md": b"words"}
 SOURCE = sources.parse("ms://org/tiny")

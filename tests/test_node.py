@@ -46,6 +46,7 @@ def test_an_engine_is_stalled_while_requests_run_and_it_makes_no_step(
     assert [watch.observe(*look) for look in looks] == stalled_s
 
 
+@pytest.mark.loopback
 def test_an_engine_whose_address_cannot_be_reached_is_not_blamed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart loads a large model for an hour, and does not bring the address back."""
     monkeypatch.setattr(engine_client, "_TIMEOUT_S", 0.02)

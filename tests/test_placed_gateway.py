@@ -170,6 +170,7 @@ def test_a_controller_whose_machine_is_taken_away_hands_over_to_the_next() -> No
     assert decision.place is not None and Unit("controller", "0") not in decision.place
 
 
+@pytest.mark.loopback
 def test_a_node_follows_the_file(tmp_path: Path) -> None:
     file = tmp_path / "address.json"
     admin = AdminClient(["http://127.0.0.1:1"], "token", file)

@@ -238,6 +238,7 @@ def test_a_cluster_of_several_kinds_of_gpu_is_asked_for_the_one_of_the_file(clus
     assert [(gpu.index, gpu.memory_free_bytes) for gpu in given.gpus] == [(0, 80), (1, 80)]
 
 
+@pytest.mark.loopback
 def test_a_rehearsal_without_the_cluster_says_that_it_was_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     hardware = {"gpu": "h100-sxm", "gpus_per_node": 4}
     fields: dict[str, Any] = {"hardware": hardware, "engine": {"kind": "vllm"}, "gateway": {"port": 0}}

@@ -106,6 +106,7 @@ def test_a_reading_that_fails_or_is_slow_ends_nothing_and_does_not_pile_up() -> 
     assert pauses == [0.75, 0.0, 0.75, 0.75, 0.75]
 
 
+@pytest.mark.loopback
 @pytest.mark.parametrize(("page", "is_dcgm"), [(b'DCGM_FI_DEV_GPU_TEMP{gpu="0"} 41\n', True), (b"up 1\n", False)])
 def test_a_dcgm_exporter_is_known_by_its_names(page: bytes, is_dcgm: bool) -> None:
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -220,6 +220,32 @@ def test_a_part_that_dies_tells_why(group: Group) -> None:
     assert "out of memory" in reason.lower()
 
 
+def test_a_leader_that_was_silent_while_they_form_goes_on_with_its_epoch(gateway: Gateway, second_of: Any) -> None:
+    leader, second, has_model = leader_of(gateway), second_of(), threading.Event()
+
+    def introduce(_: object) -> Introduction:
+        has_model.wait()
+        return introduction("beta")
+
+    second.member._introduce = introduce
+    forming = threading.Thread(target=formed, args=(leader, 30.0))
+    forming.start()
+    until(lambda: second.board.posts() and leader._board.posts()[1].post.epoch, "the second prepares")
+    cut_off(leader._board)
+    until(lambda: leader._epoch not in second.member._last, "the first is gone for the second")
+    leader._board._admin = gateway
+    has_model.set()
+    forming.join(30)
+    assert not forming.is_alive() and len(second.started) == 1
+
+
+def test_a_node_that_leaves_a_group_that_formed_ends_the_epoch(group: Group) -> None:
+    cut_off(group.leader._board)
+    until(lambda: group.second.started[0].is_ended, "the part of a vanished leader is ended")
+    group.leader._board._admin = group.gateway  # type: ignore[assignment]
+    assert trouble(group.leader) == "node 1 beta (10.0.0.2) has left the group"
+
+
 def test_versions_that_differ_are_refused_before_anything_starts(
     gateway: Gateway, second_of: Callable[..., Second]
 ) -> None:

@@ -190,6 +190,7 @@ def test_a_log_is_read_in_whole_lines(tmp_path: Path) -> None:
     assert next(followed) == "three"
 
 
+@pytest.mark.loopback
 def test_following_a_log_ends_with_its_last_words(tmp_path: Path) -> None:
     log, looks = tmp_path / "x.log", [False, True]
 

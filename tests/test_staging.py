@@ -281,6 +281,7 @@ def test_where_the_copy_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert folder("auto") == tmp_path / "job" / f"penstock-weights-{os.getuid()}"
 
 
+@pytest.mark.processes
 def test_a_folder_on_scratch_goes_with_its_last_user_also_after_a_kill(tmp_path: Path) -> None:
     place = tmp_path / "weights"
     program = (

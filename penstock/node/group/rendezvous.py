@@ -114,9 +114,8 @@ class BoardClient:
                 answer = self._admin.post_json("/admin/board", msgspec.to_builtins(post))
                 view = msgspec.convert(answer, BoardView)
             except (PenstockError, msgspec.ValidationError):
-                self.world.sleep(
-                    _POST_EVERY_S
-                )  # the gateway is down or starting: until it answers no node counts as gone
+                # The gateway is down or starting: until it answers no node counts as gone.
+                self.world.sleep(_POST_EVERY_S)
                 continue
             if view.leave:
                 self._on_leave()
