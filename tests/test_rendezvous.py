@@ -104,8 +104,13 @@ class Second:
 
 
 def cut_off(board: BoardClient) -> None:
-    gateway: Any = Gateway()
-    gateway.is_down, board._admin = True, gateway
+    down = Gateway()
+    down.is_down = True
+    connect(board, down)
+
+
+def connect(board: BoardClient, gateway: Any) -> None:
+    board._admin = gateway
 
 
 def board_client(gateway: Gateway, rank: int) -> BoardClient:
@@ -233,7 +238,7 @@ def test_a_leader_that_was_silent_while_they_form_goes_on_with_its_epoch(gateway
     until(lambda: second.board.posts() and leader._board.posts()[1].post.epoch, "the second prepares")
     cut_off(leader._board)
     until(lambda: leader._epoch not in second.member._last, "the first is gone for the second")
-    leader._board._admin = gateway
+    connect(leader._board, gateway)
     has_model.set()
     forming.join(30)
     assert not forming.is_alive() and len(second.started) == 1
@@ -242,7 +247,7 @@ def test_a_leader_that_was_silent_while_they_form_goes_on_with_its_epoch(gateway
 def test_a_node_that_leaves_a_group_that_formed_ends_the_epoch(group: Group) -> None:
     cut_off(group.leader._board)
     until(lambda: group.second.started[0].is_ended, "the part of a vanished leader is ended")
-    group.leader._board._admin = group.gateway  # type: ignore[assignment]
+    connect(group.leader._board, group.gateway)
     assert trouble(group.leader) == "node 1 beta (10.0.0.2) has left the group"
 
 
