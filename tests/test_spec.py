@@ -121,7 +121,7 @@ def test_problems_are_reported_together() -> None:
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     assert "it is not YAML: mapping values are not allowed here" in str(refused("a: b: c").detail)
     assert "line 1, column 5" in str(refused("a: b: c").detail)
-    for text in ("model: m\nname: 2024-13-45", "a: &a [*a]", "[" * 5000):
+    for text in ("model: m\nname: 2024-13-45", "a: &a [*a]", "[" * 1500):
         assert refused(text).exit_code == 2
     with pytest.raises(SpecError) as caught:
         reading.load(tmp_path / "none.yaml")
