@@ -7,6 +7,7 @@ under test may have swallowed the error.
 from __future__ import annotations
 
 import asyncio
+import platform
 import sys
 import threading
 import time
@@ -70,6 +71,7 @@ class Watch:
         if self.is_installed:
             return
         self.is_installed = True
+        platform.platform()  # asks the program `uname`, once a process
         sys.addaudithook(self._audit)
         sleep, pause = time.sleep, asyncio.sleep
 
