@@ -91,13 +91,14 @@ def test_keys_are_made_for_a_running_deployment_and_outlive_it(place: Place) -> 
     kill(pid_of(place.run(), "gateway"))
     wait_until(lambda: now(place.run()).gateway.n_restarts == 1 and now(place.run()).phase == "ready", "it is back")
     assert is_answered(place, key)
-    call("keys", "revoke", "alice", "--deployment", "one")
+    revoked = call("keys", "revoke", "alice", "--deployment", "one")
+    assert revoked.code == 0, revoked
     wait_until(lambda: not is_answered(place, key), "the gateway sees that the key is revoked")
 
     second = call("keys", "create", "bob").out.strip()
-    call("down", "one")
+    assert call("down", "one").code == 0
     again = call("up", file, "--json").events[-1]["key"]
     assert [is_answered(place, key) for key in (second, again, first)] == [True, True, False]
     assert n_requests("alice") >= 2
-    call("keys", "revoke", "first")
+    assert call("keys", "revoke", "first").code == 0
     wait_until(lambda: not is_answered(place, again), "the key that `up` printed is revoked")
