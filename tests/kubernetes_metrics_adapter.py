@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import json
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from kubernetes_cluster import ApiError, Cluster
+from loopback_server import LoopbackHandler, LoopbackServer, running
 from waiting import until
 
 GROUP, VERSION = "external.metrics.k8s.io", "v1beta1"
@@ -33,9 +32,7 @@ def serving(cluster: Cluster, metric: str, read: Callable[[], int | None]) -> It
     """Registered as long as the block; the list has every answer."""
     answers: list[int | None] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(LoopbackHandler):
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             if path.endswith(metric):
@@ -47,28 +44,19 @@ def serving(cluster: Cluster, metric: str, read: Callable[[], int | None]) -> It
                 self._answer(404, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 404})
 
         def _answer(self, status: int, body: Any) -> None:
-            data = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            self.send(status, json.dumps(body).encode(), {"content-type": "application/json"})
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer((cluster.address, 0), Handler) as server:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(cluster.plane.certificate, cluster.plane.key)
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cluster.plane.certificate, cluster.plane.key)
+    server = LoopbackServer(Handler, cluster.address)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    with running(server):
         _register(cluster, server.server_port)
         try:
             yield answers
         finally:
             for path in (f"{SERVICES}/{NAME}", f"{SPACE}/adapter"):
                 cluster.call("DELETE", path)
-            server.shutdown()
 
 
 def _register(cluster: Cluster, port: int) -> None:

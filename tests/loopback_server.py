@@ -1,4 +1,4 @@
-"""What the HTTP servers on loopback of the tests of models have in common."""
+"""What HTTP servers of tests have in common: they listen on loopback, or on an address of a rig."""
 
 from __future__ import annotations
 
