@@ -1,6 +1,6 @@
 """What a real API server answered to the contract of targets: golden/kubernetes-api.json, one answer of each kind.
 
-    PENSTOCK_RECORD=1 pytest tests/test_kubernetes_target.py -m "" -k recorded    # again; needs `make kubernetes`
+    PENSTOCK_WRITE_GOLDEN=1 pytest tests/test_kubernetes_target.py -m "" -k recorded    # needs `make kubernetes`
 
 The stub of the API (`KubernetesStub` in place_stubs.py) is judged by these at each request, and these by the API
 server in test_kubernetes_target.py. Kept is what is the same in each run, and of pods what penstock reads.

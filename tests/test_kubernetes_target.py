@@ -59,7 +59,7 @@ def test_kubernetes_keeps_the_contract_and_answers_as_recorded(
     run, launch = place.written(file_for(place))
     exchanges = kubernetes_recorded.listen(monkeypatch, kubernetes.name)
     check_target(targets.load("kubernetes"), run, launch, sys.executable, lambda: kinds_left(kubernetes))
-    if "PENSTOCK_RECORD" in os.environ:
+    if os.environ.get("PENSTOCK_WRITE_GOLDEN"):
         kubernetes_recorded.record(exchanges)
     assert kubernetes_recorded.strays(exchanges) == []
 
