@@ -445,7 +445,7 @@ class KubernetesStub:
 
     def _named(self, method: str, path: re.Match[str], media: str, body: Any) -> tuple[int, Any]:
         at, found = path.string, self.objects.get(path.string)
-        status: dict[str, Any] = {"kind": "Status", "apiVersion": "v1", "metadata": {}}
+        status: dict[str, Any] = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
         details = {"name": path["name"], "kind": path["kind"]} | ({"group": path["group"]} if path["group"] else {})
         if media == "application/apply-patch+yaml":
             meta = {"uid": self.NOON, "creationTimestamp": self.NOON, "namespace": self.NAMESPACE}
@@ -453,13 +453,8 @@ class KubernetesStub:
             return 200 if found else 201, self.objects[at]
         if found is None:
             message = f'{".".join(filter(None, (path["kind"], path["group"])))} "{path["name"]}" not found'
-            return 404, status | {
-                "status": "Failure",
-                "message": message,
-                "reason": "NotFound",
-                "code": 404,
-                "details": details,
-            }
+            failed = {"status": "Failure", "message": message, "reason": "NotFound", "code": 404}
+            return 404, status | failed | {"details": details}
         if method == "PATCH":
             self.objects[at] = _merged(found, body)
         elif method == "DELETE" and path["kind"] == "pods":
@@ -467,7 +462,7 @@ class KubernetesStub:
         elif method == "DELETE":
             del self.objects[at]
             if path["kind"] not in ("persistentvolumeclaims", "serviceaccounts"):
-                return 200, status | {"status": "Success", "details": details | {"uid": self.NOON}}
+                return 200, status | {"details": details | {"uid": self.NOON}}
         return 200, self.objects.get(at, found)
 
     def _step(self, pods: str) -> None:

@@ -213,13 +213,17 @@ class Life:
         self.machine.program(process, main)
 
     def _start_node(self, process: SimProcess, argv: Sequence[str]) -> None:
-        name, rank = process.marks[MARK_REPLICA], rank_of(process)
-        others = [other for other in self.machine.living("node", name) if other is not process]
-        if owners := [other for other in others if rank_of(other) == rank]:
-            raise Broken(f"rank {rank} of replica {name} has two owners: {owners[0]} and {process}")
+        self._check_alone(process)
         if self.has_faults:
             self._disturb_start(process)
-        self.machine.program(process, lambda: self._lead(process) if rank == 0 else self._follow(process))
+        self.machine.program(process, lambda: self._follow(process) if rank_of(process) else self._lead(process))
+
+    def _check_alone(self, process: SimProcess) -> None:
+        """No rank of a replica has two owners, nor two engines."""
+        name, rank = process.marks[MARK_REPLICA], rank_of(process)
+        for other in self.machine.living(process.role, name):
+            if other is not process and rank_of(other) == rank:
+                raise Broken(f"rank {rank} of replica {name} has two: {other} and {process}")
 
     def _lead(self, process: SimProcess) -> int:
         """As penstock/node/__main__.py of a replica's first node."""
@@ -256,9 +260,7 @@ class Life:
         machine.step()
         marks = {MARK_RUN: RUN, MARK_REPLICA: name, MARK_ROLE: "engine", MARK_RANK: str(rank)}
         process = machine.process("engine", marks, machine.current)
-        others = [other for other in machine.living("engine", name) if other is not process]
-        if twins := [other for other in others if rank_of(other) == rank]:
-            raise Broken(f"rank {rank} of replica {name} has two engines: {twins[0]} and {process}")
+        self._check_alone(process)
         port = 20_000 + process.pid
         engine = self.engines[port] = Engine(process, name, port, machine.time_s + 1.0 + 4.0 * self.random.random())
         if rank > 0:
