@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 from samples import cpu_machine, demo_plan
-from waiting import until
+from waiting import left_s, until
 
 from penstock import engines
 from penstock.engines import Diagnosis
@@ -183,7 +183,7 @@ def test_two_nodes_form_and_go_hear_that_the_engine_serves_and_form_again_in_the
     assert views == [("alpha", "0.0.0.0", "eth0", "here", (0,)), ("beta", "10.0.0.2", "eth0", "here", (1,))]
     assert not second.is_told_ready.is_set()
     leader.post_ready()
-    assert second.is_told_ready.wait(30)
+    assert second.is_told_ready.wait(left_s())
     assert leader.trouble() is None and len(second.started) == 1
     leader.over()
     until(lambda: second.started[0].is_ended, "the end of the epoch ends its engine")
@@ -233,14 +233,14 @@ def test_a_leader_that_was_silent_while_they_form_goes_on_with_its_epoch(gateway
         return introduction("beta")
 
     second.member._introduce = introduce
-    forming = threading.Thread(target=formed, args=(leader, 30.0))
+    forming = threading.Thread(target=formed, args=(leader, None))
     forming.start()
     until(lambda: second.board.posts() and leader._board.posts()[1].post.epoch, "the second prepares")
     cut_off(leader._board)
     until(lambda: leader._epoch not in second.member._last, "the first is gone for the second")
     connect(leader._board, gateway)
     has_model.set()
-    forming.join(30)
+    forming.join(left_s())
     assert not forming.is_alive() and len(second.started) == 1
 
 

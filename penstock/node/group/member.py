@@ -48,7 +48,7 @@ class GroupMember:
         self._plan, self._board, self._engine, self._introduce, self._start = plan, board, engine, introduce, start
         self._on_ready, self._ready_file = on_ready, ready_file
         self._wake = self._world.event()
-        self._ended: set[str] = set()  # rank 0 that was silent goes on with any other
+        self._ended: set[str] = set()  # epochs that ran or failed here; any other may be entered again
         self._stop_by: float | None = None
         self._last: tuple[str, Mapping[str, Any]] = ("", {})
         self._note = ""
