@@ -1,55 +1,70 @@
 """Nodes of one replica meet on a real board, start together, and all notice when one is lost.
 
-The board is the gateway's, in this process; stand-ins take the place of engines.
+The board is the gateway's, without its wire; stand-ins take the place of engines. Threads run in virtual time, in an
+order that a seed decides.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import pytest
 from samples import cpu_machine, demo_plan
-from waiting import left_s, until
+from simulation_world import Machine
 
 from penstock import engines
 from penstock.engines import Diagnosis
 from penstock.gateway.board import FORGET_AFTER_S, RankBoard
 from penstock.hardware import Interface, NodeFacts
-from penstock.node.group import member, rendezvous
+from penstock.node.group import leader as group_leader
 from penstock.node.group.addresses import Formation, Introduction
 from penstock.node.group.leader import GroupLeader
 from penstock.node.group.member import GroupMember
-from penstock.node.group.rendezvous import BoardClient
+from penstock.node.group.rendezvous import GONE_AFTER_S, BoardClient
 from penstock.node.ready_file import ReadyFile
 from penstock.spec.deployment import Parallel
 from penstock.wire.announcement import MachineReading, Post
 from penstock.wire.answers import NoAnswer
 
-pytestmark = pytest.mark.loopback
+T = TypeVar("T")
 
-LAN = (Interface("eth0", "0.0.0.0", 0), Interface("eth0", "10.0.0.2", 0))  # rank 0 binds a port
-PLAN = demo_plan("fake", n_nodes=2, layout=Parallel(tensor=2), executor="mp", drain_s=2.0)
+LAN = (Interface("eth0", "0.0.0.0", 0), Interface("eth0", "10.0.0.2", 0))
+PLAN = demo_plan("fake", n_nodes=2, layout=Parallel(tensor=2), executor="mp", drain_s=20.0)
+LIMIT_S = 600.0
 
 
 class Gateway:
     """The gateway's admin address, as a node calls it; `is_down` cuts it off."""
 
-    def __init__(self) -> None:
-        self.board = RankBoard(time.monotonic() - 100.0)
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.world = machine, machine.init.world
+        self.board = RankBoard(machine.time_s - 100.0)
         self.is_down = False
-        self._lock = threading.Lock()
 
     def post_json(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        self.machine.step(0.002)
         if self.is_down:
             raise NoAnswer("the gateway is away")
-        with self._lock:
-            view = self.board.post(msgspec.convert(body, Post), time.monotonic())
+        view = self.board.post(msgspec.convert(body, Post), self.machine.time_s)
         answer: dict[str, Any] = msgspec.to_builtins(view)
         return answer
+
+    def until(self, condition: Callable[[], T], what: str) -> T:
+        """Let time pass until the condition is true; its value."""
+        ends_at = self.machine.time_s + LIMIT_S
+        while not (value := condition()):
+            assert self.machine.time_s < ends_at, what
+            self.machine.run(self.machine.time_s + 0.01, lambda: None)
+        return value
+
+    def call(self, blocking: Callable[[], T]) -> T:
+        """What a call that blocks returns."""
+        results: list[T] = []
+        task = self.machine.task(self.machine.init, lambda: results.append(blocking()), "test")
+        self.until(lambda: task.is_over, "the call ends")
+        return results[0]
 
 
 class StandIn:
@@ -77,11 +92,12 @@ def introduction(host: str, **versions: str) -> Introduction:
 
 
 class Second:
-    """The second node, in a thread. `vanish` is power loss."""
+    """The second node. `vanish` is power loss."""
 
     def __init__(self, gateway: Gateway, **versions: str) -> None:
         self.started: list[StandIn] = []
-        self.board, self.is_told_ready = board_client(gateway, 1), threading.Event()
+        self.board, self.is_told_ready = board_client(gateway, 1), gateway.world.event()
+        self._exit_codes: list[int] = []
 
         def start(_: Formation) -> Any:
             self.started.append(StandIn())
@@ -91,8 +107,7 @@ class Second:
             *(PLAN, self.board, engines.load("vllm"), lambda _: introduction("beta", **versions), start),
             *(self.is_told_ready.set, ReadyFile()),
         )
-        self.thread = threading.Thread(target=self.member.run, daemon=True)
-        self.thread.start()
+        gateway.world.thread(lambda: self._exit_codes.append(self.member.run()), "member")
 
     def vanish(self) -> None:
         self.board.post = lambda epoch, **content: None  # type: ignore[method-assign]
@@ -100,13 +115,16 @@ class Second:
         self.member.stops = 2
 
     def left(self) -> bool:
-        return not self.thread.is_alive()
+        return self._exit_codes == [0]
+
+
+class NoGateway:
+    def post_json(self, path: str, body: object) -> Any:
+        raise NoAnswer("the gateway is away")
 
 
 def cut_off(board: BoardClient) -> None:
-    down = Gateway()
-    down.is_down = True
-    connect(board, down)
+    connect(board, NoGateway())
 
 
 def connect(board: BoardClient, gateway: Any) -> None:
@@ -114,37 +132,17 @@ def connect(board: BoardClient, gateway: Any) -> None:
 
 
 def board_client(gateway: Gateway, rank: int) -> BoardClient:
-    board = BoardClient(gateway, "0", rank, lambda: None)  # type: ignore[arg-type]
+    board = BoardClient(gateway, "0", rank, lambda: None, world=gateway.world)  # type: ignore[arg-type]
     board.start()
     return board
 
 
-@pytest.fixture(autouse=True)
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that is silent for one second, not six, is gone."""
-    monkeypatch.setattr(rendezvous, "GONE_AFTER_S", 1.0)
-    monkeypatch.setattr(rendezvous, "_POST_EVERY_S", 0.1)
-    monkeypatch.setattr(member, "_LOOK_EVERY_S", 0.1)
-
-
-@pytest.fixture
-def gateway() -> Gateway:
-    return Gateway()
-
-
-@pytest.fixture
-def second_of(gateway: Gateway) -> Iterator[Callable[..., Second]]:
-    nodes: list[Second] = []
-
-    def start(**versions: str) -> Second:
-        nodes.append(Second(gateway, **versions))
-        return nodes[-1]
-
-    yield start
-    for node in nodes:
-        node.member.stops = 2
-        node.thread.join(5)
-        assert node.left()
+@pytest.fixture(params=range(5))
+def gateway(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
+    monkeypatch.setattr(group_leader, "free_port", lambda host, taken=(): 29500)
+    machine = Machine(seed=request.param)
+    yield Gateway(machine)
+    machine.discard()
 
 
 class Group(NamedTuple):
@@ -154,10 +152,10 @@ class Group(NamedTuple):
 
 
 @pytest.fixture
-def group(gateway: Gateway, second_of: Callable[..., Second]) -> Group:
+def group(gateway: Gateway) -> Group:
     """Two nodes that have formed."""
-    group = Group(gateway, leader_of(gateway), second_of())
-    formed(group.leader)
+    group = Group(gateway, leader_of(gateway), Second(gateway))
+    gateway.call(lambda: formed(group.leader))
     return group
 
 
@@ -171,91 +169,102 @@ def formed(leader: GroupLeader, patience_s: float | None = 10.0) -> None:
     assert leader.go(formation) is None
 
 
-def trouble(leader: GroupLeader) -> str:
+def trouble(group: Group) -> str:
     """The reason, once there is one."""
-    return until(leader.trouble, "trouble").reason  # type: ignore[union-attr]
+    return group.gateway.until(group.leader.trouble, "trouble").reason  # type: ignore[union-attr]
 
 
 def test_two_nodes_form_and_go_hear_that_the_engine_serves_and_form_again_in_the_next_epoch(group: Group) -> None:
-    _, leader, second = group
+    gateway, leader, second = group
     assert leader.trouble() is None
     views = [(view.host, view.address, view.interface, view.state, view.ranks) for view in leader.views()]
     assert views == [("alpha", "0.0.0.0", "eth0", "here", (0,)), ("beta", "10.0.0.2", "eth0", "here", (1,))]
     assert not second.is_told_ready.is_set()
     leader.post_ready()
-    assert second.is_told_ready.wait(left_s())
+    gateway.until(second.is_told_ready.is_set, "the second hears that the engine serves")
     assert leader.trouble() is None and len(second.started) == 1
     leader.over()
-    until(lambda: second.started[0].is_ended, "the end of the epoch ends its engine")
-    formed(leader)
+    gateway.until(lambda: second.started[0].is_ended, "the end of the epoch ends its engine")
+    gateway.call(lambda: formed(leader))
     assert [engine.is_ended for engine in second.started] == [True, False]
 
 
 def test_a_missing_node_is_named_and_awaited_only_so_long(gateway: Gateway) -> None:
     stages: list[tuple[str, list[str]]] = []
-    diagnosis = leader_of(gateway).form(
-        introduction("alpha"), 0.5, lambda what, nodes: stages.append((what, [node.state for node in nodes]))
+    leader = leader_of(gateway)
+    diagnosis = gateway.call(
+        lambda: leader.form(
+            introduction("alpha"), 30.0, lambda what, nodes: stages.append((what, [node.state for node in nodes]))
+        )
     )
     assert isinstance(diagnosis, Diagnosis) and diagnosis.is_final
-    assert diagnosis.reason.startswith("beta (node 1) did not join within")
+    assert diagnosis.reason.startswith("beta (node 1) did not join within 30 s")
     assert stages[0] == ("waiting for beta (node 1)", ["here", "waiting"])
 
 
-def test_a_node_that_vanishes_is_named_and_can_come_back(group: Group, second_of: Callable[..., Second]) -> None:
-    _, leader, second = group
+def test_a_node_that_vanishes_is_named_and_can_come_back(group: Group) -> None:
+    gateway, leader, second = group
     second.vanish()
-    assert trouble(leader) == "node 1 beta (10.0.0.2) does not answer any more"
+    assert trouble(group) == "node 1 beta (10.0.0.2) does not answer any more"
     assert [view.state for view in leader.views()] == ["here", "gone"]
-    again = second_of()
-    formed(leader, patience_s=None)
+    again = Second(gateway)
+    gateway.call(lambda: formed(leader, patience_s=None))
     assert len(again.started) == 1
 
 
-def test_a_node_that_was_started_again_ends_the_epoch_at_once(group: Group, second_of: Callable[..., Second]) -> None:
+def test_a_node_that_was_started_again_ends_the_epoch_at_once(group: Group) -> None:
     group.second.vanish()
-    again = second_of()
-    assert trouble(group.leader) == "node 1 beta (10.0.0.2) was started again"
+    again = Second(group.gateway)
+    assert trouble(group) == "node 1 beta (10.0.0.2) was started again"
     assert again.started == [], "it does not join what runs already"
 
 
 def test_a_part_that_dies_tells_why(group: Group) -> None:
     group.second.started[0].code = 1
-    reason = trouble(group.leader)
+    reason = trouble(group)
     assert reason.startswith("node 1 beta: vLLM exited with code 1")
     assert "out of memory" in reason.lower()
 
 
-def test_a_leader_that_was_silent_while_they_form_goes_on_with_its_epoch(gateway: Gateway, second_of: Any) -> None:
-    leader, second, has_model = leader_of(gateway), second_of(), threading.Event()
+def test_a_leader_that_was_silent_while_they_form_goes_on_with_its_epoch(gateway: Gateway) -> None:
+    leader, second, has_model = leader_of(gateway), Second(gateway), gateway.world.event()
 
     def introduce(_: object) -> Introduction:
         has_model.wait()
         return introduction("beta")
 
     second.member._introduce = introduce
-    forming = threading.Thread(target=formed, args=(leader, None))
-    forming.start()
-    until(lambda: second.board.posts() and leader._board.posts()[1].post.epoch, "the second prepares")
+    forming = gateway.world.thread(lambda: formed(leader, None), "forming")
+    gateway.until(lambda: any(row.post.epoch for row in leader._board.posts().values()), "the second prepares")
     cut_off(leader._board)
-    until(lambda: leader._epoch not in second.member._last, "the first is gone for the second")
+    gateway.until(lambda: leader._epoch not in second.member._last, "the first is gone for the second")
     connect(leader._board, gateway)
     has_model.set()
-    forming.join(left_s())
-    assert not forming.is_alive() and len(second.started) == 1
+    gateway.until(lambda: not forming.is_alive(), "the group has formed")
+    assert len(second.started) == 1
 
 
-def test_a_node_that_leaves_a_group_that_formed_ends_the_epoch(group: Group) -> None:
-    cut_off(group.leader._board)
-    until(lambda: group.second.started[0].is_ended, "the part of a vanished leader is ended")
-    connect(group.leader._board, group.gateway)
-    assert trouble(group.leader) == "node 1 beta (10.0.0.2) has left the group"
+@pytest.mark.parametrize("returns", ["while the part ends", "later"])
+def test_a_node_that_leaves_a_group_that_formed_ends_the_epoch(group: Group, returns: str) -> None:
+    gateway, leader, second = group
+    part = second.started[0]
+
+    def come_back(grace_s: float) -> None:
+        connect(leader._board, gateway)
+        gateway.world.sleep(3.0)
+
+    if returns == "while the part ends":
+        part.end = come_back  # type: ignore[method-assign]
+    cut_off(leader._board)
+    if returns == "later":
+        gateway.until(lambda: part.is_ended, "the part of a vanished leader is ended")
+        connect(leader._board, gateway)
+    assert trouble(group) == "node 1 beta (10.0.0.2) has left the group"
 
 
-def test_versions_that_differ_are_refused_before_anything_starts(
-    gateway: Gateway, second_of: Callable[..., Second]
-) -> None:
-    second = second_of(vllm="0.32.0")
-    diagnosis = leader_of(gateway).form(introduction("alpha"), 10.0, lambda what, nodes: None)
+def test_versions_that_differ_are_refused_before_anything_starts(gateway: Gateway) -> None:
+    leader, second = leader_of(gateway), Second(gateway, vllm="0.32.0")
+    diagnosis = gateway.call(lambda: leader.form(introduction("alpha"), 10.0, lambda what, nodes: None))
     assert isinstance(diagnosis, Diagnosis) and diagnosis.is_final
     assert diagnosis.reason == "vllm is 0.32.0 on beta (rank 1), 0.33.0 on alpha (rank 0)"
     assert second.started == []
@@ -264,33 +273,32 @@ def test_versions_that_differ_are_refused_before_anything_starts(
 def test_a_gateway_that_is_away_is_no_loss_of_a_node(group: Group) -> None:
     gateway, leader, second = group
     gateway.is_down = True
-    until(lambda: leader._board.silence_s() > 2.0, "a silence that is too long for a node")
+    gateway.until(lambda: leader._board.silence_s() > 2 * GONE_AFTER_S, "a silence that is too long for a node")
     assert leader.trouble() is None
-    gateway.board = RankBoard(time.monotonic())  # another process: it knows no node
+    gateway.board = RankBoard(gateway.world.now())  # another process: it knows no node
     gateway.is_down = False
-    until(lambda: len(leader._board.posts()) == 1, "the other has posted again")
-    until(leader._board.can_judge, "who is missing from this board is gone")
+    gateway.until(lambda: len(leader._board.posts()) == 1, "the other has posted again")
+    gateway.until(leader._board.can_judge, "who is missing from this board is gone")
     assert leader.trouble() is None
     assert not second.started[0].is_ended
 
 
 def test_a_leader_that_vanishes_ends_the_part_and_another_takes_over(group: Group) -> None:
-    cut_off(group.leader._board)
-    until(lambda: group.second.started[0].is_ended, "the part of a vanished leader is ended")
-    formed(leader_of(group.gateway))
-    assert len(group.second.started) == 2
+    gateway, leader, second = group
+    cut_off(leader._board)
+    gateway.until(lambda: second.started[0].is_ended, "the part of a vanished leader is ended")
+    another = leader_of(gateway)
+    gateway.call(lambda: formed(another))
+    assert len(second.started) == 2
 
 
-def test_a_node_that_is_stopped_when_the_gateway_is_gone_too_leaves(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(member, "_GATEWAY_GONE_S", 0.5)
+def test_a_node_that_is_stopped_when_the_gateway_is_gone_too_leaves(group: Group) -> None:
     gateway, _, second = group
     gateway.is_down = True
-    until(lambda: second.board.silence_s() > 1.0, "the gateway is gone")
+    gateway.until(lambda: second.board.silence_s() > 60.0, "the gateway is gone")
     assert not second.started[0].is_ended, "it was not stopped"
     second.member.stop()
-    until(second.left, "it does not wait for a post that cannot come")
+    gateway.until(second.left, "it does not wait for a post that cannot come")
     assert second.started[0].is_ended
 
 
@@ -298,14 +306,15 @@ def test_a_node_that_is_stopped_when_the_gateway_is_gone_too_leaves(
 def test_a_node_that_is_stopped_keeps_its_part_until_the_first_has_drained_or_the_drain_is_over(
     group: Group, ends: bool
 ) -> None:
-    part = group.second.started[0]
-    group.second.member.stop()
+    gateway, leader, second = group
+    part = second.started[0]
+    second.member.stop()
     n_looks = part.n_looks
-    until(lambda: part.n_looks > n_looks + 2 or part.is_ended, "it looks after its part")
+    gateway.until(lambda: part.n_looks > n_looks + 2 or part.is_ended, "it looks after its part")
     assert not part.is_ended
     if ends:
-        group.leader.over("stopping")
-    until(group.second.left, "it leaves with the first, or after drain_s")
+        leader.over("stopping")
+    gateway.until(second.left, "it leaves with the first, or after drain_s")
     assert part.is_ended
 
 
@@ -334,9 +343,9 @@ def test_an_order_to_leave_is_not_for_the_process_that_replaces_one_that_left() 
 
 
 def test_the_leader_has_the_readings_of_the_other_nodes(gateway: Gateway) -> None:
-    leader = leader_of(gateway)
-    second = BoardClient(gateway, "0", 1, lambda: None, lambda: MachineReading("beta", cpu_use=0.5))  # type: ignore[arg-type]
+    leader, readings = leader_of(gateway), (MachineReading("beta", cpu_use=0.5),)
+    second = BoardClient(gateway, "0", 1, lambda: None, lambda: readings[0], gateway.world)  # type: ignore[arg-type]
     second.start()
     leader._board.post("e", phase="gather")
     second.post("", phase="here")
-    until(lambda: leader.machines() == (MachineReading("beta", cpu_use=0.5),), "the readings of beta")
+    gateway.until(lambda: leader.machines() == readings, "the readings of beta")

@@ -49,6 +49,7 @@ class GroupMember:
         self._on_ready, self._ready_file = on_ready, ready_file
         self._wake = self._world.event()
         self._ended: set[str] = set()  # epochs that ran or failed here; any other may be entered again
+        self._has_died = False  # in the last epoch; rank 0 has to read why
         self._stop_by: float | None = None
         self._last: tuple[str, Mapping[str, Any]] = ("", {})
         self._note = ""
@@ -74,12 +75,13 @@ class GroupMember:
                 self._run_epoch(epoch)
             elif content.get("phase") in _LEADER_ENDS or (self.stops and content.get("phase") != "go"):
                 break
-            elif not content:  # rank 0 has not begun
+            elif not self._has_died:  # rank 0 has not begun, or goes on without this node
                 self._board.post("", phase="here", note=self._note)
             self._pause()
         return 0
 
     def _run_epoch(self, epoch: str) -> None:
+        self._has_died = False
         introduction = self._introduction(epoch)
         if introduction is None:
             return
@@ -117,8 +119,7 @@ class GroupMember:
         self._note = progress.line
 
     def _introduction(self, epoch: str) -> Introduction | None:
-        """Waits until this node has what its ranks need, while rank 0 sees how far it is; None when it does not get it,
-        or the epoch is over."""
+        """Waits until this node has what its ranks need, in rank 0's sight; None if it fails or the epoch is over."""
         made = self._prepare()
         while not made.done():
             if self._must_leave() or self._leader()[0] != epoch:
@@ -157,6 +158,7 @@ class GroupMember:
 
     def _post_death(self, epoch: str, death: Diagnosis) -> None:
         self._ended.add(epoch)
+        self._has_died = True
         print(f"penstock: {death.reason}", flush=True)
         self._board.post(epoch, phase="died", reason=death.reason, hint=death.hint, is_final=death.is_final)
         self._board.wait_posted(2.0)
@@ -185,10 +187,8 @@ class GroupMember:
         return None
 
     def _must_leave(self) -> bool:
-        if self.stops == 0:
-            return False
         is_late = self._stop_by is not None and self._world.now() > self._stop_by
-        return self.stops > 1 or is_late or self._board.silence_s() > _GATEWAY_GONE_S
+        return self.stops > 1 or is_late or (self.stops > 0 and self._board.silence_s() > _GATEWAY_GONE_S)
 
     def _pause(self) -> None:
         self._wake.wait(_TICK_S)
