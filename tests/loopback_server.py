@@ -6,9 +6,10 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import BaseServer
 from typing import TypeVar
 
-ServerT = TypeVar("ServerT", bound="LoopbackServer")
+ServerT = TypeVar("ServerT", bound=BaseServer)
 
 
 class LoopbackServer(ThreadingHTTPServer):
@@ -43,7 +44,7 @@ class LoopbackHandler(BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def running(server: ServerT) -> Iterator[ServerT]:
     with server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:
             yield server

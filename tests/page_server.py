@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import http.server
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
 import msgspec
 import waiting
+from loopback_server import LoopbackHandler, LoopbackServer, running
 
 from penstock.gateway.live.page import page_answer
 from penstock.wire.live import History, Snapshot
@@ -29,18 +30,16 @@ class PageServer:
         self.closing = threading.Event()
         self._n_ended = 0
         self._lock = threading.Lock()
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}{prefix}/dashboard"
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> PageServer:
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        server = self._stack.enter_context(running(LoopbackServer(self._handler())))
+        self.url = f"{server.url}{self.prefix}/dashboard"
         return self
 
     def __exit__(self, *_: object) -> None:
         self.closing.set()
-        self._server.shutdown()
-        self._server.server_close()
+        self._stack.close()
 
     def end_streams(self) -> None:
         self._n_ended += 1
@@ -48,10 +47,12 @@ class PageServer:
     def wait_for_streams(self, n: int) -> None:
         waiting.until(lambda: self.n_open == n, f"{n} streams are open")
 
-    def _handler(self) -> type[http.server.BaseHTTPRequestHandler]:
+    def _handler(self) -> type[LoopbackHandler]:
         server = self
 
-        class Handler(http.server.BaseHTTPRequestHandler):
+        class Handler(LoopbackHandler):
+            protocol_version = "HTTP/1.0"  # a stream ends with its connection
+
             def do_GET(self) -> None:
                 path = urlsplit(self.path)
                 bare = path.path.removeprefix(server.prefix)
@@ -75,11 +76,7 @@ class PageServer:
                     self._stream()
 
             def _answer(self, status: int, kind: str, body: bytes, headers: dict[str, str] | None = None) -> None:
-                self.send_response(status)
-                for name, value in {"content-type": kind, "content-length": str(len(body)), **(headers or {})}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body)
+                self.send(status, body, {"content-type": kind, **(headers or {})})
 
             def _stream(self) -> None:
                 self.send_response(200)
@@ -110,8 +107,5 @@ class PageServer:
                 n_ended = server._n_ended
                 while not server.closing.wait(0.05) and server._n_ended == n_ended:
                     self.wfile.write(b"" if server.holds_streams else b": open\n\n")
-
-            def log_message(self, *_: object) -> None:
-                pass
 
         return Handler

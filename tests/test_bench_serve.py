@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import http.server
 import io
 import itertools
 import json
@@ -11,7 +10,6 @@ import signal
 import socket
 import socketserver
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +18,7 @@ from typing import Any
 
 import pytest
 from launching import Done, call, started
+from loopback_server import LoopbackHandler, LoopbackServer, running
 from waiting import until
 
 from penstock.bench import serve
@@ -55,18 +54,6 @@ def own_time_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """The servers are threads of this process, whose CPU time and lateness would be the generator's."""
     monkeypatch.setattr(validity, "MAX_CPU_SHARE", 1e9)
     monkeypatch.setattr(validity, "MAX_LATENESS_MS", 1e9)
-
-
-@contextmanager
-def running(server: socketserver.TCPServer) -> Iterator[int]:
-    """The port of a server that runs in a thread."""
-    server.daemon_threads = True  # type: ignore[attr-defined]
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield int(server.server_address[1])
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def service(url: str, **fields: object) -> Service:
@@ -313,9 +300,7 @@ def behind_tls(certificate: tuple[Path, Path]) -> Iterator[str]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*certificate)
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(LoopbackHandler):
         def do_GET(self) -> None:
             self.answer({"data": [{"id": "m"}]})
 
@@ -325,17 +310,12 @@ def behind_tls(certificate: tuple[Path, Path]) -> Iterator[str]:
             self.answer({"choices": [{"text": "a", "finish_reason": "stop"}], "usage": usage})
 
         def answer(self, value: object) -> None:
-            body = json.dumps(value).encode()
-            self.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n")
-            self.wfile.write(b"content-length: %d\r\n\r\n%s" % (len(body), body))
+            self.send(200, json.dumps(value).encode(), {"content-type": "application/json"})
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    tls = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    tls = LoopbackServer(Handler)
     tls.socket = context.wrap_socket(tls.socket, server_side=True)
-    with running(tls) as port:
-        yield f"https://localhost:{port}"
+    with running(tls):
+        yield f"https://localhost:{tls.server_port}"
 
 
 def test_tls_is_spoken_and_the_certificate_checked(
@@ -419,8 +399,10 @@ def server(answer: Callable[[socket.socket, int], None]) -> Iterator[Address]:
                         return
                     answer(self.request, number)
 
-    with running(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)) as port:
-        yield Address("http", "127.0.0.1", port, "127.0.0.1")
+    listener = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+    listener.daemon_threads = True
+    with running(listener):
+        yield Address("http", "127.0.0.1", int(listener.server_address[1]), "127.0.0.1")
 
 
 def pieces(*parts: bytes, close: bool = False) -> Callable[[socket.socket, int], None]:

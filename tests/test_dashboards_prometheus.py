@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import http.server
-import threading
+import contextlib
 import time
 from collections.abc import Iterator
 
 import pytest
 from dashboard_queries import queries
+from loopback_server import LoopbackHandler, LoopbackServer, running
 from prometheus_rig import Prometheus, prometheus
 
 from penstock.observe.boards.capacity import CAPACITY
@@ -70,21 +70,13 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """Deployment "made": two gateways with the same facts. "exporter": no GPU of ours, but a DCGM exporter's."""
     began = time.monotonic()
 
-    class Page(http.server.BaseHTTPRequestHandler):
+    class Page(LoopbackHandler):
         def do_GET(self) -> None:
-            body = page(int((time.monotonic() - began) * 100), self.path == "/gpus").encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.send(200, page(int((time.monotonic() - began) * 100), self.path == "/gpus").encode())
 
-        def log_message(self, *words: object) -> None:
-            pass
-
-    servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) for _ in range(3)]
-    for server in servers:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-    first, second, third = (f"127.0.0.1:{server.server_address[1]}" for server in servers)
+    stack = contextlib.ExitStack()
+    servers = [stack.enter_context(running(LoopbackServer(Page))) for _ in range(3)]
+    first, second, third = (server.url.removeprefix("http://") for server in servers)
     jobs = [
         {
             "job_name": name,
@@ -94,14 +86,11 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
         for name, path, addresses in (("made", "/gpus", [first, second]), ("exporter", "/exporter", [third]))
     ]
     alerts = {"PenstockMade": "max by (deployment) (penstock_replicas_ready) > 0"}
-    with prometheus(tmp_path_factory.mktemp("prometheus"), jobs, alerts) as running:
-        running.wait('rate(penstock_requests_total{deployment="exporter"}[10s])')
-        running.wait('rate(penstock_requests_total{deployment="made"}[10s])')
-        running.wait("count(ALERTS) > 1")
-        yield running
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    with stack, prometheus(tmp_path_factory.mktemp("prometheus"), jobs, alerts) as server:
+        server.wait('rate(penstock_requests_total{deployment="exporter"}[10s])')
+        server.wait('rate(penstock_requests_total{deployment="made"}[10s])')
+        server.wait("count(ALERTS) > 1")
+        yield server
 
 
 def asked(expr: str, deployment: str) -> str:

@@ -240,7 +240,8 @@ def test_one_fetches_and_another_waits_until_it_is_gone(tmp_path: Path, monkeypa
     monkeypatch.setattr(fetch_lock, "_POLL_S", 0.005)
     lines: list[str] = []
     with fetch_lock.FetchLock(tmp_path, lines.append):
-        waits = threading.Thread(target=lambda: fetch_lock.FetchLock(tmp_path, lines.append).__enter__().__exit__())
+        other = fetch_lock.FetchLock(tmp_path, lines.append)
+        waits = threading.Thread(target=lambda: other.__enter__().__exit__(), daemon=True)
         waits.start()
         until(lambda: lines, "the other waits")
     waits.join(5)

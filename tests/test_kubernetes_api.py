@@ -112,7 +112,7 @@ def test_a_thread_keeps_its_connection(stub: Stub, api: Api) -> None:
     stub.on("GET", f"{PODS}/a", {})
     api.get("Pod", "a")
     api.get("Pod", "a")
-    other = threading.Thread(target=api.get, args=("Pod", "a"))
+    other = threading.Thread(target=api.get, args=("Pod", "a"), daemon=True)
     other.start()
     other.join()
     first, second, third = (request.peer for request in stub.requests)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
 import sys
 import threading
 from collections import namedtuple
@@ -11,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from loopback_server import LoopbackHandler, LoopbackServer, running
 from manual_world import ManualWorld
 from samples import NOW, demo_plan, told, view
 
@@ -109,20 +109,12 @@ def test_a_reading_that_fails_or_is_slow_ends_nothing_and_does_not_pile_up() -> 
 @pytest.mark.loopback
 @pytest.mark.parametrize(("page", "is_dcgm"), [(b'DCGM_FI_DEV_GPU_TEMP{gpu="0"} 41\n', True), (b"up 1\n", False)])
 def test_a_dcgm_exporter_is_known_by_its_names(page: bytes, is_dcgm: bool) -> None:
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(LoopbackHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(page)
+            self.send(200, page)
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.handle_request, daemon=True)
-        thread.start()
+    with running(LoopbackServer(Handler)) as server:
         assert answers_as_dcgm(server.server_port) is is_dcgm
-        thread.join()
     assert not answers_as_dcgm(server.server_port)
 
 

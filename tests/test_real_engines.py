@@ -23,7 +23,7 @@ import yaml
 from dashboard_queries import all_queries, queries
 from launching import Place, a_place, call, measured
 from prometheus_rig import Prometheus
-from trace_collector import TraceCollector
+from trace_collector import TraceCollector, collecting
 from waiting import left_s, until
 
 from penstock import run_folder
@@ -110,7 +110,7 @@ ENGINES = [pytest.param("llamacpp", marks=pytest.mark.llamacpp), pytest.param("v
 
 @pytest.fixture(scope="module")
 def collector() -> Iterator[TraceCollector]:
-    with TraceCollector() as running:
+    with collecting() as running:
         yield running
 
 

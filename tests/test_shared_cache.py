@@ -236,7 +236,7 @@ def test_a_giver_that_dies_midway_is_left_for_another(
     with giving(gateway, evil, listing) as server:
         monkeypatch.setattr(server._server.RequestHandlerClass, "_stream", half_stream)
         text: list[str] = []
-        thread = threading.Thread(target=lambda: text.append(later.start()))
+        thread = threading.Thread(target=lambda: text.append(later.start()), daemon=True)
         thread.start()
         thread.join(30)
     assert text and text[0].startswith("compiled code from ") and later.files == FILES

@@ -347,7 +347,7 @@ def prune_at_once(postgres: str) -> None:
         while mine.database.all("SELECT count(*) FROM requests") != [(0,)]:
             counts[mine] += mine.usage.prune(MIDNIGHT, n_rows_max=50)
 
-    threads = [threading.Thread(target=prune, args=(mine,)) for mine in counts]
+    threads = [threading.Thread(target=prune, args=(mine,), daemon=True) for mine in counts]
     for thread in threads:
         thread.start()
     for thread in threads:

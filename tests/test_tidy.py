@@ -417,6 +417,18 @@ def test_tests_wait_for_what_happens_and_not_for_a_time() -> None:
     assert counted == STILL_WAITING, "lower the numbers of STILL_WAITING"
 
 
+def test_no_thread_of_a_test_keeps_a_failed_run_from_ending() -> None:
+    found = [
+        f"{where(path)}:{node.lineno}"
+        for path in OURS
+        if path.parent.name == "tests"
+        for node in nodes_of(path, ast.Call)
+        if isinstance(node, ast.Call) and is_call_of(node, "threading", {"Thread"})
+        if not any(keyword.arg == "daemon" for keyword in node.keywords)
+    ]
+    assert not found, "these threads need daemon=True:\n" + "\n".join(found)
+
+
 # ---- clocks and processes come from a World --------------------------------------------------------------------------
 
 # Rooms that a simulation runs: time, pauses, chance, threads and processes are arguments there (penstock/world.py).

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from loopback_server import LoopbackHandler, LoopbackServer, running
 
 
 class Span(NamedTuple):
@@ -17,40 +19,31 @@ class Span(NamedTuple):
     name: str
 
 
-class TraceCollector:
-    """Runs in a thread while its context lasts."""
-
+class TraceCollector(LoopbackServer):
     def __init__(self) -> None:
-        self._bodies: list[tuple[str, bytes]] = []
-        bodies = self._bodies
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                if self.path == "/v1/traces" and self.headers.get("content-encoding") is None:
-                    bodies.append((self.headers["content-type"], body))
-                self.send_response(200)
-                self.send_header("content-length", "0")
-                self.end_headers()
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def __enter__(self) -> TraceCollector:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__(_Handler)
+        self.bodies: list[tuple[str, bytes]] = []
 
     def spans(self, trace_id: str) -> list[Span]:
-        found = [span for kind, body in list(self._bodies) for span in _READERS[kind](body)]
+        found = [span for kind, body in list(self.bodies) for span in _READERS[kind](body)]
         return [span for span in found if span.trace_id == trace_id]
+
+
+class _Handler(LoopbackHandler):
+    server: TraceCollector
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.path == "/v1/traces" and self.headers.get("content-encoding") is None:
+            self.server.bodies.append((self.headers["content-type"], body))
+        self.send(200)
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[TraceCollector]:
+    """A collector that runs in a thread."""
+    with running(TraceCollector()) as collector:
+        yield collector
 
 
 def _of_json(body: bytes) -> list[Span]:
