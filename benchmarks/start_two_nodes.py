@@ -119,7 +119,7 @@ class ByHand:
 
 def by_penstock(hosts: Hosts, folder: Path, executor: str) -> float:
     """Seconds of `penstock up` over ssh, to a first token through its gateway."""
-    with a_place(folder, deadline_s=600.0) as place:
+    with a_place(folder) as place:
         engine = {"kind": "vllm", "executor": executor, "max_model_len": 1024}
         cut: dict[str, Any] = {"hardware": {"nodes": 2}, "parallel": {"tensor": 2}}
         file = write(place, hosts, engine=engine, **cut)

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from hosts import Host, Hosts
 from hosts_fixtures import require_hosts
-from launching import HANG_S, Place, a_place, call
+from launching import Place, a_place, call
 from place_stubs import Clock, client_of
 from waiting import until
 
@@ -267,7 +267,7 @@ def workbench_place(
     monkeypatch.setattr(observe, "admin_view", lambda run: None)  # a laptop reaches no pod, as it does here
     targets.load.cache_clear()
     join_network(pod_hosts.own_address, tmp_path, monkeypatch)
-    with a_place(tmp_path, deadline_s=1200.0 if request.node.get_closest_marker("vllm") else HANG_S) as place:
+    with a_place(tmp_path) as place:
         yield place
     targets.load.cache_clear()
     until(lambda: left(workbench) == [], f"nothing of ours is left: {left(workbench)}")

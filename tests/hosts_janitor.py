@@ -7,7 +7,9 @@ at the start of later hosts, for those whose janitor was killed as well. Standar
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -68,9 +70,12 @@ def _lines(path: Path) -> list[str]:
 
 
 def _wait_for_death(pids: list[tuple[int, str]]) -> None:
-    deadline = time.monotonic() + DEATH_S
-    while time.monotonic() < deadline and any(started_at(pid) == start for pid, start in pids):
-        time.sleep(0.01)
+    for pid, start in pids:
+        with contextlib.suppress(ProcessLookupError):
+            ends = os.pidfd_open(pid)
+            if started_at(pid) == start:
+                select.select([ends], [], [], DEATH_S)
+            os.close(ends)
 
 
 def _remove_cgroup(path: Path) -> None:

@@ -43,7 +43,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +58,7 @@ from kubernetes_logs import LogServer
 from kubernetes_pod import PodRun
 from kubernetes_sandbox import enter, environment, make_image
 from kubernetes_services import Services
+from waiting import until
 
 __all__ = ["ApiError", "Cluster", "Namespace", "Object", "Pod", "missing"]
 
@@ -288,12 +288,12 @@ class Namespace:
         found = [one["metadata"] for one in self.objects("pods", labels=labels)]
         return [Pod(self, meta["name"]) for meta in found if "deletionTimestamp" not in meta]
 
-    def wait(self, is_so: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
+    def wait(self, is_so: Callable[[], object], what: str) -> None:
         """Until it is so; AssertionError with the namespace's pods and events otherwise."""
-        deadline = time.monotonic() + timeout_s
-        while not is_so():
-            assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}\n{self.told()}"
-            time.sleep(0.1)
+        try:
+            until(is_so, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.told()}") from None
 
     def told(self) -> str:
         """Pods, events and ends of logs, for messages of failed tests."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import shutil
 import signal
@@ -30,6 +31,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
+from waiting import left_s, until
 
 from penstock import processes, run_folder, targets
 from penstock.cli import main
@@ -42,18 +44,7 @@ from penstock.testing.fake_engine.requests import expected_text
 from penstock.wire.answers import Reply
 from penstock.wire.client import Client
 
-DEADLINE_S = 120.0  # the tests of a run share two cores: limits end a hang and judge no speed
-SOON_S = 120.0
-HANG_S = 600.0  # of a whole test
 PROMPT = "tell me a story"
-
-
-def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = SOON_S) -> None:
-    """Block until it is so; AssertionError with `what` when the time is over."""
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"expected within {timeout_s:.0f} s: {what}"
-        time.sleep(0.05)
 
 
 @dataclass(frozen=True)
@@ -105,9 +96,9 @@ def measured(code: int, out: str) -> dict[str, Any]:
 def interrupt(*words: object, when: Callable[[], bool]) -> Done:
     """Start a command, press Ctrl-C as soon as it is so, and wait for its end."""
     with started(*words) as child:
-        wait_until(lambda: when() or child.poll() is not None, "the moment to interrupt")
+        until(lambda: when() or child.poll() is not None, "the moment to interrupt")
         child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=DEADLINE_S)
+        out, err = child.communicate(timeout=left_s())
         return Done(child.returncode, out, err)
 
 
@@ -136,13 +127,13 @@ class Asking:
         self.n_tokens, self.text = n_tokens, ""
         self.reply: Reply | None = None
         self.error: PenstockError | None = None
-        self._client = Client(url, api_key=key, timeout_s=DEADLINE_S)
+        self._client = Client(url, api_key=key, timeout_s=left_s())
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def end(self) -> Asking:
         """Wait for its end, of whatever kind."""
-        self._thread.join(DEADLINE_S)
+        self._thread.join(left_s())
         assert not self._thread.is_alive(), "the request never ended"
         return self
 
@@ -237,32 +228,32 @@ class Place:
 
 
 @contextlib.contextmanager
-def a_place(folder: Path, deadline_s: float = HANG_S) -> Iterator[Place]:
-    """A place to start deployments in, with a home of its own and a deadline, and checked to leave nothing."""
+def a_place(folder: Path) -> Iterator[Place]:
+    """A place to start deployments in, with a home of its own, and checked to leave nothing."""
     home, place = folder / "home", Place(folder)
 
     def is_empty() -> bool:
         return not any(process.run.startswith(str(home)) for process in processes.find_marked())
 
-    with pytest.MonkeyPatch.context() as patch, _bounded(deadline_s):
+    with pytest.MonkeyPatch.context() as patch, _bounded():
         patch.setenv("PENSTOCK_HOME", str(home))
         try:
             yield place
         finally:
             place.end()
-            wait_until(is_empty, f"nothing of {home} runs")
+            until(is_empty, f"nothing of {home} runs")
 
 
 @contextlib.contextmanager
-def _bounded(deadline_s: float) -> Iterator[None]:
-    """End a test that hangs: after the deadline, with as much time again for its way out."""
+def _bounded() -> Iterator[None]:
+    """End a test that hangs in a call, at the deadline of the whole run, with a minute for its way out."""
 
     def on_alarm(*_: object) -> None:
-        signal.alarm(int(deadline_s))
-        pytest.fail(f"not done after {deadline_s:.0f} s")
+        signal.alarm(60)
+        pytest.fail("not done at the deadline of the whole run of tests")
 
     before = signal.signal(signal.SIGALRM, on_alarm)
-    signal.alarm(int(deadline_s))
+    signal.alarm(math.ceil(left_s()))
     try:
         yield
     finally:
@@ -274,7 +265,7 @@ def now(run: Run) -> State:
     return observe.now_state(run, time.time())
 
 
-def wait_ready(run: Run, n_replicas: int = 1, timeout_s: float = DEADLINE_S) -> None:
+def wait_ready(run: Run, n_replicas: int = 1) -> None:
     """Block until exactly so many replicas are ready; AssertionError for one that failed."""
 
     def is_so() -> bool:
@@ -282,7 +273,7 @@ def wait_ready(run: Run, n_replicas: int = 1, timeout_s: float = DEADLINE_S) -> 
         assert not [row for row in replicas if row.state == "failed"], replicas
         return [row.state for row in replicas] == ["ready"] * n_replicas
 
-    wait_until(is_so, f"{n_replicas} replica(s) ready", timeout_s)
+    until(is_so, f"{n_replicas} replica(s) ready")
 
 
 def replica_of(run: Run, name: str = "0") -> ReplicaStatus:
@@ -307,7 +298,7 @@ def pid_of(run: Run, role: str) -> int:
 
 def ask(run: Run, n_tokens: int = 8, key: str | None = None) -> Reply:
     """A request through the gateway that must be answered right."""
-    client = Client(run.url, api_key=key, timeout_s=DEADLINE_S)
+    client = Client(run.url, api_key=key, timeout_s=left_s())
     reply = client.chat([{"role": "user", "content": PROMPT}], max_tokens=n_tokens)
     assert reply.text == expected_text(PROMPT, n_tokens)
     return reply

@@ -110,12 +110,12 @@ class Machine:
     def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
         self.random = random.Random(seed)
         self.time_s = 100.0
-        self.n_steps = 0
         self.processes: dict[int, SimProcess] = {}
         self.starters: list[tuple[str, Callable[[SimProcess, Sequence[str]], None]]] = []
         self.is_calm = False  # no more faults of the machine
         self.error: BaseException | None = None
-        self._heap: list[tuple[float, float, int, Callable[[], None]]] = []
+        # When, a draw that breaks ties, the entry's number; then a call, or the task to resume by its ticket.
+        self._heap: list[tuple[float, float, int, Callable[[], None] | None, Task | None, int]] = []
         self._n_entries = 0
         self._n_pids = 1000
         self.hub = greenlet.getcurrent()
@@ -130,8 +130,12 @@ class Machine:
     # ---- time --------------------------------------------------------------------------------------------------------
 
     def at(self, time_s: float, call: Callable[[], None]) -> None:
+        self._push(time_s, call, None, 0)
+
+    def _push(self, time_s: float, call: Callable[[], None] | None, task: Task | None, ticket: int) -> None:
         self._n_entries += 1
-        heapq.heappush(self._heap, (max(time_s, self.time_s), self.random.random(), self._n_entries, call))
+        at_s = time_s if time_s > self.time_s else self.time_s
+        heapq.heappush(self._heap, (at_s, self.random.random(), self._n_entries, call, task, ticket))
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         self.at(self.time_s + seconds + self.jitter(), call)
@@ -144,10 +148,15 @@ class Machine:
 
     def run(self, until_s: float, check: Callable[[], None]) -> None:
         """Step until that time; `check` is called after every step."""
-        while self._heap and self._heap[0][0] <= until_s:
-            self.time_s, _, _, call = heapq.heappop(self._heap)
-            self.n_steps += 1
-            call()
+        heap = self._heap
+        while heap and heap[0][0] <= until_s:
+            self.time_s, _, _, call, task, ticket = heapq.heappop(heap)
+            if call is not None:
+                call()
+            elif task is None or task.ticket != ticket or task.is_over or not task.owner.is_alive:
+                continue
+            else:
+                self._resume(task)
             if self.error is not None:
                 raise self.error
             check()
@@ -174,12 +183,9 @@ class Machine:
 
     def _resume_at(self, time_s: float, task: Task) -> None:
         task.ticket += 1
-        ticket = task.ticket
-        self.at(time_s, lambda: self._resume(task, ticket))
+        self._push(time_s, None, task, task.ticket)
 
-    def _resume(self, task: Task, ticket: int) -> None:
-        if task.ticket != ticket or task.is_over or not task.owner.is_alive:
-            return
+    def _resume(self, task: Task) -> None:
         before, self._task = self._task, task
         try:
             task.greenlet.switch()

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from launching import Place, a_place, ask, call, kill, now, pid_of, pids, started, wait_until
+from launching import Place, a_place, ask, call, kill, now, pid_of, pids, started
+from waiting import left_s, until
 
 from penstock.hardware.network import free_port
 from penstock.run_folder import Part, Run
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("chat_page")]
 
-START_S = 90.0  # gradio's import takes 5 seconds of CPU
 # An audit hook sees each connection and each name that is looked up. https://docs.python.org/3/library/audit_events.html
 HOOK = """
 import os, sys
@@ -44,7 +44,7 @@ Hook = Callable[[str], object]
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    with a_place(tmp_path, 2 * START_S) as place:
+    with a_place(tmp_path) as place:
         yield place
 
 
@@ -65,7 +65,7 @@ def wait_running(run: Run, n_restarts: int = 0) -> str:
     def is_so() -> bool:
         return (part_of(run).state, part_of(run).n_restarts) == ("running", n_restarts)
 
-    wait_until(is_so, "the page runs", START_S)
+    until(is_so, "the page runs")
     return str(part_of(run).url)
 
 
@@ -101,8 +101,8 @@ def test_it_logs_in_comes_back_with_its_sessions_and_asks_no_other_host(
 
         second, controller = pid_of(run, "ui"), pid_of(run, "controller")
         kill(controller)
-        wait_until(lambda: pids(run, "controller") not in ([], [controller]), "another controller", START_S)
-        wait_until(lambda: now(run).controller.state == "running", "that runs", START_S)
+        until(lambda: pids(run, "controller") not in ([], [controller]), "another controller")
+        until(lambda: now(run).controller.state == "running", "that runs")
         assert pid_of(run, "ui") == second, "the new controller adopts it"
     assert "serves" in call("logs", "--part", "ui").out
     assert call("down").code == 0
@@ -122,7 +122,7 @@ def test_without_the_extra_the_deployment_serves_and_says_so(
     assert started.code == 0 and f"warning: ui: {line}" in started.err
     run = place.run()
     ask(run)
-    wait_until(lambda: part_of(run).note is not None, "status says so", START_S)
+    until(lambda: part_of(run).note is not None, "status says so")
     assert line in call("status").out and line in call("ui").err
     assert "ui absent" in call("events").out
 
@@ -141,7 +141,7 @@ def test_any_address_gets_a_page_until_ctrl_c(place: Place, monkeypatch: pytest.
             assert client.post("/login", data={"key": "sk-mine"}).status_code == 303
             assert state_of(client) == "ok"
         with started("ui", "--url", run.url, "--port", port, "--json") as other:
-            out, _ = other.communicate(timeout=START_S)
+            out, _ = other.communicate(timeout=left_s())
             assert other.returncode == 2 and "address already in use" in out.lower() and "sk-mine" not in out
         child.send_signal(signal.SIGINT)
-        assert child.wait(START_S) == 0
+        assert child.wait(left_s()) == 0

@@ -18,7 +18,6 @@ import msgspec
 import pytest
 from launching import (
     PROMPT,
-    SOON_S,
     Place,
     ask,
     call,
@@ -30,8 +29,8 @@ from launching import (
     private_folders,
     replica_of,
     started,
-    wait_until,
 )
+from waiting import left_s, until
 
 from penstock import paths, processes
 from penstock.engines import Command
@@ -59,8 +58,8 @@ def wait_restarted(run: Run, part: str, n_before: int, words: str) -> None:
         told = restarts(run, part)
         return len(told) > n_before and words in told[-1].reason
 
-    wait_until(is_told, f'status tells a restart of the {part} for "{words}"')
-    wait_until(lambda: now(run).phase == "ready", "everything is ready again")
+    until(is_told, f'status tells a restart of the {part} for "{words}"')
+    until(lambda: now(run).phase == "ready", "everything is ready again")
 
 
 def child_pid(run: Run, replica: str = "0") -> int:
@@ -107,16 +106,16 @@ def test_killed_controller_and_watchdog_come_back(place: Place) -> None:
     parts = {role: pid_of(run, role) for role in ("gateway", "node", "engine")}
     watchdog = pid_of(run, "watchdog")
     kill(watchdog)
-    wait_until(lambda: bool({*pids(run, "watchdog")} - {watchdog}), "another watchdog")
+    until(lambda: bool({*pids(run, "watchdog")} - {watchdog}), "another watchdog")
     assert f"watchdog restarted: its process {watchdog} was gone" in call("logs", "--part", "events").out
 
     controller = pid_of(run, "controller")
     kill(controller)
-    wait_until(lambda: now(run).controller.state == "gone", "status tells that the controller is gone")
+    until(lambda: now(run).controller.state == "gone", "status tells that the controller is gone")
     assert now(run).phase == "ready", "what it looked after goes on"
     ask(run)
     wait_restarted(run, "controller", 0, f"its process {controller} was gone")
-    wait_until(lambda: len(pids(run, "watchdog")) == 1, "one watchdog")
+    until(lambda: len(pids(run, "watchdog")) == 1, "one watchdog")
     assert {role: pid_of(run, role) for role in parts} == parts, "nothing else was touched"
 
 
@@ -127,7 +126,7 @@ def kill_all(run: Run) -> None:
         kill(*(process.pid for process in left))
         return not left
 
-    wait_until(is_empty, "all of it is gone")
+    until(is_empty, "all of it is gone")
 
 
 @pytest.mark.nightly
@@ -137,12 +136,12 @@ def test_what_is_killed_at_once_is_revived_by_up(place: Place) -> None:
 
     def kill_both() -> None:
         kill(pid_of(run, "watchdog"), pid_of(run, "controller"))
-        wait_until(lambda: not pids(run, "controller") and not pids(run, "watchdog"), "both are gone")
+        until(lambda: not pids(run, "controller") and not pids(run, "watchdog"), "both are gone")
 
     kill_both()
     assert "the controller is gone: nothing is restarted until" in call("status").out
     kill(engine := engine_pid(run), pid_of(run, "gateway"))
-    wait_until(lambda: now(run).gateway.state == "gone", "status sees by itself that the gateway is gone")
+    until(lambda: now(run).gateway.state == "gone", "status sees by itself that the gateway is gone")
     assert call("up", file, "--json").events[0]["was_running"] is True
     wait_restarted(run, "gateway", 0, "was gone")
     assert engine_pid(place.note(run)) != engine
@@ -182,11 +181,11 @@ def test_shared_memory_of_killed_processes_is_removed(place: Place) -> None:
     wait_restarted(run, "replica", 0, "node process")
     assert engine_pid(run) != first
     check_segments(engine_pid(run))  # the orphan's went with it
-    wait_until(is_told, "status knows the segment")
+    until(is_told, "status knows the segment")
     kill(pid_of(run, "node"), engine_pid(run))
     wait_restarted(run, "replica", 1, "node process")
     check_segments(engine_pid(run))  # nobody mapped it any more, but its node had told of it
-    wait_until(is_told, "status knows the segment")
+    until(is_told, "status knows the segment")
     kill_all(run)
     assert call("down").code == 0
     check_segments()
@@ -232,10 +231,10 @@ def test_failed_start_says_why_and_leaves_nothing(
 def test_down_ends_an_engine_that_ignores_sigterm(place: Place) -> None:
     loading = {"load-s": 25, "ignore-sigterm-while-loading": True, "child": True}
     assert call("up", place.write("one", args=loading), "--no-wait").code == 0
-    wait_until(lambda: replica_of(place.run()).state == "loading", "the engine loads")
+    until(lambda: replica_of(place.run()).state == "loading", "the engine loads")
     ask(place.up(place.write("two", args={"ignore-sigterm": True, "child": True})))
     with started("down", "--all") as ending:
-        assert ending.wait(SOON_S) == 0, "within seconds, although both engines have to be killed"
+        assert ending.wait(left_s()) == 0, "within seconds, although both engines have to be killed"
     place.assert_nothing_left()
 
 
@@ -243,8 +242,8 @@ def test_down_ends_an_engine_that_ignores_sigterm(place: Place) -> None:
 def test_orphans_of_a_deleted_run_folder_are_found_and_cleaned(place: Place) -> None:
     run, other = place.up(place.write("one")), place.up(place.write("two"))
     path, run_id = str(run.path), run.record().id
-    wait_until(lambda: remove(run.path), "the folder is gone")
-    wait_until(lambda: not pids(run, "controller") and not pids(run, "watchdog"), "the controller ends by itself")
+    until(lambda: remove(run.path), "the folder is gone")
+    until(lambda: not pids(run, "controller") and not pids(run, "watchdog"), "the controller ends by itself")
     dry = call("clean")
     assert dry.code == 0 and "node of" in dry.out and f"penstock-{run_id}-0" in dry.out
     assert str(other.path) not in dry.out
@@ -265,13 +264,13 @@ def remove(path: Path) -> bool:
 def test_a_home_that_is_away_for_a_moment_ends_nothing(place: Place, is_killed: bool) -> None:
     run = place.up(place.write("one"))
     controller, away = pid_of(run, "controller"), place.folder / "unmounted"
-    client = Client(run.url, timeout_s=SOON_S)
+    client = Client(run.url, timeout_s=left_s())
     paths.home().rename(away)
     kill(*[controller] * is_killed)
     time.sleep(2.0)
     assert client.complete(PROMPT, max_tokens=8).text, "requests are served all along"
     away.rename(paths.home())
-    wait_until(lambda: now(run).controller.state == "running" and len(pids(run, "watchdog")) == 1, "both watch again")
+    until(lambda: now(run).controller.state == "running" and len(pids(run, "watchdog")) == 1, "both watch again")
     assert (pid_of(run, "controller") != controller) is is_killed
     kill(pid_of(run, "node"))
     wait_restarted(run, "replica", 0, "node process")
@@ -280,7 +279,7 @@ def test_a_home_that_is_away_for_a_moment_ends_nothing(place: Place, is_killed: 
 def test_two_ups_at_once_start_one_deployment(place: Place) -> None:
     file = place.write("one", args={"load-s": 0.5})
     with started("up", file) as first, started("up", file) as second:
-        codes = sorted(child.wait(SOON_S) for child in (first, second))
+        codes = sorted(child.wait(left_s()) for child in (first, second))
         refused = [child for child in (first, second) if child.returncode == 2]
         words = [child.stderr.read() for child in refused if child.stderr is not None]
     assert codes in ([0, 0], [0, 2])
@@ -348,7 +347,7 @@ def test_engine_is_read_although_its_log_cannot_be_written(tmp_path: Path, monke
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", TimedLines(full))
         engine = EngineProcess(Command(("seq", "30000"), {}), tmp_path / "engine", marks, lines.append)
-        wait_until(lambda: engine.exit_code() == 0, "it ends")
+        until(lambda: engine.exit_code() == 0, "it ends")
         engine.end(0)
     assert len(lines) == 30000
     with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from kubernetes_stub import Answer, TlsStub
-from launching import wait_until
+from waiting import until
 
 from penstock.errors import PenstockError, UserError
 from penstock.hardware.network import free_port
@@ -127,8 +127,8 @@ def test_the_proxy_ends_with_its_process_also_when_that_is_killed(
         assert folder.stat().st_mode & 0o777 == 0o700
         owner.send_signal(number)
         owner.wait()
-        wait_until(lambda pid=pid: not is_running(pid), "kubectl ended")  # type: ignore[misc]
-        wait_until(lambda folder=folder: not folder.exists(), "its folder is gone")  # type: ignore[misc]
+        until(lambda pid=pid: not is_running(pid), "kubectl ended")  # type: ignore[misc]
+        until(lambda folder=folder: not folder.exists(), "its folder is gone")  # type: ignore[misc]
         owner.stdout.close()
         owner.stdin.close()
 
@@ -152,7 +152,7 @@ def test_a_tunnel_is_opened_again_on_its_port(kubectl: Path) -> None:
     with access.port_forward("a", "team", "x-gateway", 8000, free_port("127.0.0.1")) as tunnel:
         pid = minor(tunnel.url)
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: is_up(tunnel.url), "the tunnel is open again")
+        until(lambda: is_up(tunnel.url), "the tunnel is open again")
         assert minor(tunnel.url) != pid and tunnel.last_words() is None
     assert not is_up(tunnel.url) and len(pids(kubectl)) == 2
 
@@ -164,7 +164,7 @@ def test_a_tunnel_that_does_not_open_or_stays_closed_says_why(kubectl: Path, mon
     with access.port_forward("a", "team", "x-gateway", 8000, free_port("127.0.0.1")) as tunnel:
         (kubectl / "complaint").write_text("error: lost connection to pod\n")
         os.kill(minor(tunnel.url), signal.SIGKILL)
-        wait_until(lambda: tunnel.last_words() is not None, "the tunnel is given up")
+        until(lambda: tunnel.last_words() is not None, "the tunnel is given up")
         assert tunnel.last_words() == "error: lost connection to pod"
     (kubectl / "complaint").write_text('Error from server (NotFound): services "x-gateway" not found\n')
     with (

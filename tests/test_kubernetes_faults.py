@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 from kubernetes_cluster import Namespace, Pod
-from launching import PROMPT, Place, call, now, wait_ready, wait_until
+from launching import PROMPT, Place, call, now, wait_ready
 from store_rig import postgres_server
 from test_kubernetes_target import file_for, place, up  # noqa: F401 - fixtures
+from waiting import until
 
 from penstock import targets
 from penstock.errors import PenstockError
@@ -85,18 +86,21 @@ class Deployment:
     def restarts(self) -> str:
         return "\n".join(row.reason for replica in now(self.run).replicas for row in replica.restarts)
 
+    def wait_for_another_restart(self) -> None:
+        """What is told of a replica within 3 s of a restart counts with it."""
+        newest = max(row.at for replica in now(self.run).replicas for row in replica.restarts)
+        until(lambda: time.time() > newest + 3.0, "another restart counts")
+
     @contextmanager
-    def fault(
-        self, what: str, is_repaired: Callable[[], object], timeout_s: float = 60.0, loses: bool = False
-    ) -> Iterator[None]:
+    def fault(self, what: str, is_repaired: Callable[[], object], loses: bool = False) -> Iterator[None]:
         """The block does it; then until it is repaired, while requests go on, none of which may fail unless it `loses`
         what serves them."""
         requests, started = Requests(self.run, self.key), time.monotonic()
         try:
             yield
-            wait_until(lambda: bool(is_repaired()), f"repaired after: {what}; {call('status', 'one').out}", timeout_s)
+            self.space.wait(is_repaired, f"repaired after: {what}")
             seconds, n_answers = time.monotonic() - started, len(requests.ended_at)
-            wait_until(lambda: len(requests.ended_at) > n_answers, "another request is answered")
+            until(lambda: len(requests.ended_at) > n_answers, "another request is answered")
         finally:
             failures = requests.end()
         print(f"| {what} | {seconds:.1f} | {len(failures)} of {len(failures) + len(requests.ended_at)} |")
@@ -143,10 +147,10 @@ def test_a_replica_that_ends_comes_back_and_status_says_why(start: Callable[...,
 
     with one.fault("node killed", says("container node was killed (code 137)")):
         pod.kill_process("node")
-    time.sleep(2.0)  # restarts that are closer than 3 s count once
+    one.wait_for_another_restart()
     with one.fault("out of memory", says("container node was ended by the kernel: out of memory (limit 1Gi)")):
         pod.oom("node")
-    time.sleep(2.0)
+    one.wait_for_another_restart()
     with one.fault("pod evicted", says("The node was low on resource: ephemeral-storage.")):
         pod.evict()
     status = call("status", "one").out
@@ -164,12 +168,12 @@ def test_a_replica_of_a_lost_node_has_a_successor_and_nothing_runs_twice(start: 
         ready = [row.replica for row in now(one.run).replicas if row.state == "ready"]
         return now(one.run).phase == "ready" and len([row for row in ready if row != name]) == 2
 
-    with one.fault("node lost", has_successor, 110.0):
+    with one.fault("node lost", has_successor):
         node.lose()
     one.space.wait(lambda: not node.is_ready, "the cluster knows")
     events = call("logs", "one", "--part", "events").out
     assert f"replica leaving [replica {name}]: its machines may be lost, it does not report" in events, events
-    one.space.wait(lambda: lost.object is None, "the pod on it is deleted by force", 90.0)
+    one.space.wait(lambda: lost.object is None, "the pod on it is deleted by force")
     pods = one.replica_pods()
     node.come_back()
     one.space.wait(lambda: node.is_ready, "the node is back")
@@ -190,7 +194,7 @@ def test_a_gateway_that_ends_comes_back_on_any_node(start: Callable[..., Deploym
     with one.fault("gateway killed", lambda: now(one.run).gateway.n_restarts and is_back(), loses=True):
         first.kill_process("gateway")
     node = one.space.cluster.node(first.node)
-    with one.fault("gateway's node lost", lambda: is_back(first.name), 90.0, loses=True):
+    with one.fault("gateway's node lost", lambda: is_back(first.name), loses=True):
         node.lose()
     node.come_back()
     one.space.wait(lambda: first.object is None and node.is_ready, "nothing of the first is left")
@@ -212,7 +216,7 @@ def test_a_replica_of_two_nodes_forms_again_without_a_lost_one(start: Callable[.
     assert "pod one-r0-1 took the place of another" in one.restarts()
     lost = one.far_from_others(second, one.space.pod("one-r0-0"))
     node = one.space.cluster.node(lost.node)
-    with one.fault("one of two nodes lost", is_another(lost.name), 110.0, loses=True):
+    with one.fault("one of two nodes lost", is_another(lost.name), loses=True):
         node.lose()
     pods = one.replica_pods()
     node.come_back()
@@ -223,12 +227,12 @@ def test_a_replica_of_two_nodes_forms_again_without_a_lost_one(start: Callable[.
 @pytest.mark.nightly
 def test_an_api_server_that_hangs_or_is_away_stops_nothing(start: Callable[..., Deployment]) -> None:
     one = start()
-    with one.fault("API server hangs for 10 s", lambda: is_ready(one.run, 1), 90.0):
+    with one.fault("API server hangs for 10 s", lambda: is_ready(one.run, 1)):
         one.space.cluster.api_away(hangs=True)
         done = call("status", "one")  # it is given 10 s
         one.space.cluster.api_back()
         assert done.code == 0 and "this is what was seen at" in done.out, done
-    with one.fault("API server away for a minute", lambda: is_ready(one.run, 2), 90.0):
+    with one.fault("API server away for a minute", lambda: is_ready(one.run, 2)):
         one.space.cluster.api_away()
         time.sleep(60.0)  # after 10 s the nodes count as lost
         assert "this is what was seen at" in call("status", "one").out
@@ -258,7 +262,7 @@ def test_without_rights_nothing_changes_and_a_deleted_namespace_is_the_end(
     targets.load.cache_clear()
     assert is_ready(one.run, 1) and now(one.run).desired_replicas == 1
     one.space.kubectl("delete", "namespace", one.space.name, "--wait=false")
-    wait_until(lambda: call("status", "one").out.startswith("one is down"), "status says that it is gone", 90.0)
+    until(lambda: call("status", "one").out.startswith("one is down"), "status says that it is gone")
     assert f'its namespace "{one.space.name}" was deleted' in call("status", "one").out
     assert call("down", "one").code == 0
 
@@ -276,9 +280,9 @@ def test_of_two_gateways_over_postgresql_one_may_end(place: Place, kubernetes: N
 
         penstock = [sys.executable, "-m", "penstock", "keys"]
         done = subprocess.run([*penstock, "create", "alice", "--deployment", "one"], capture_output=True, text=True)
-        wait_until(lambda: admits(done.stdout.strip()) == [True, True], "a new key is valid in both")
+        until(lambda: admits(done.stdout.strip()) == [True, True], "a new key is valid in both")
         subprocess.run([*penstock, "revoke", "alice", "--deployment", "one"], check=True, capture_output=True)
-        wait_until(lambda: admits(done.stdout.strip()) == [False, False], "and is valid in none")
+        until(lambda: admits(done.stdout.strip()) == [False, False], "and is valid in none")
         for n_replicas in (1, 2):
             with one.fault(f"two gateways, {n_replicas} replicas", lambda n=n_replicas: is_ready(one.run, n)):  # type: ignore[misc]
                 assert call("scale", "one", n_replicas).code == 0

@@ -16,8 +16,9 @@ import pytest
 from kubernetes_cluster import Cluster, Namespace, Pod
 from kubernetes_real_image import IMAGE
 from kubernetes_real_node import RealNode, missing
-from launching import Place, call, started, wait_ready, wait_until
+from launching import Place, call, started, wait_ready
 from test_kubernetes_target import file_for, kinds_left, place  # noqa: F401 - fixtures
+from waiting import until
 
 from penstock.text import GIB, MIB
 
@@ -56,7 +57,7 @@ def test_a_deployment_lives_in_real_pods(place: Place, kubernetes: Namespace, no
     _check_files(kubernetes)
     assert "owner" in _output("keys", "list", "--deployment", "one")
     assert call("scale", "one", 2).code == 0
-    wait_ready(place.run("one"), 2, 90.0)
+    wait_ready(place.run("one"), 2)
     assert call("scale", "one", 1).code == 0
     wait_ready(place.run("one"))
     _check_killed(place, kubernetes, node)
@@ -130,12 +131,12 @@ def _check_killed(place: Place, space: Namespace, node: RealNode) -> None:
         assert follower.stdout is not None
         reader = threading.Thread(target=lines.extend, args=(follower.stdout,), daemon=True)
         reader.start()
-        wait_until(starts(1), "the log has the first start", 60.0)
+        until(starts(1), "the log has the first start")
         for pid in _pids(node.control_group(pod, "node")):
             with contextlib.suppress(ProcessLookupError):  # it went with the first process of its table
                 os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: _restarts(pod) == 1, "the container runs again", 60.0)
-        wait_until(starts(2), "the log has the second start", 60.0)
+        until(lambda: _restarts(pod) == 1, "the container runs again")
+        until(starts(2), "the log has the second start")
         follower.kill()
         reader.join()
     wait_ready(place.run("one"))

@@ -15,8 +15,9 @@ import pytest
 from autoscale_story import FIELDS, SLOW
 from kubernetes_cluster import Namespace
 from kubernetes_metrics_adapter import serving
-from launching import Asking, Place, ask, call, now, wait_ready, wait_until
+from launching import Asking, Place, ask, call, now, wait_ready
 from test_kubernetes_target import file_for, place, up  # noqa: F401 - fixtures
+from waiting import until
 
 from penstock.targets.kubernetes.scaling import GAUGE
 from penstock.wire.client import Client
@@ -87,31 +88,31 @@ def test_a_controllers_pod_that_is_lost_at_each_phase_places_nothing_twice(
         assert n_lost == 0, [stream.error for stream in streams]
 
     streams = [Asking(run.url, autoscale_story.N_TOKENS, key=key) for _ in range(4)]
-    wait_until(lambda: sets(kubernetes) == ["one-r0", "one-r1"], "requests wait: the second is placed", 60.0)
+    until(lambda: sets(kubernetes) == ["one-r0", "one-r1"], "requests wait: the second is placed")
     began = lose_controller()
-    wait_ready(run, 2, 90.0)
+    wait_ready(run, 2)
     row("placed, one loads", *streams)
     assert (pods.of("one-r0-0"), pods.of("one-r1-0")) == (1, 1)
 
     assert call("scale", "one", 2).code == 0
-    wait_ready(run, 2, 90.0)
+    wait_ready(run, 2)
     n_second = pods.of("one-r1-0")
     streams = [Asking(run.url, 200, key=key) for _ in range(2)]
-    wait_until(lambda: all(row.in_flight for row in now(run).replicas), "both are busy", 60.0)
+    until(lambda: all(row.in_flight for row in now(run).replicas), "both are busy")
     assert call("scale", "one", 1, "--no-wait").code == 0
-    wait_until(lambda: any(row.is_draining for row in now(run).replicas), "one drains", 60.0)
+    until(lambda: any(row.is_draining for row in now(run).replicas), "one drains")
     began = lose_controller()
-    wait_ready(run, 1, 90.0)
+    wait_ready(run)
     row("one drains", *streams)
     assert (pods.of("one-r0-0"), pods.of("one-r1-0")) == (1, n_second)
 
     assert call("scale", "one", "auto").code == 0
-    wait_until(lambda: sets(kubernetes) == [], "nobody asks: all end", 120.0)
+    until(lambda: sets(kubernetes) == [], "nobody asks: all end")
     n_first, held = pods.of("one-r0-0"), Asking(run.url, 8, key=key)
-    wait_until(lambda: sets(kubernetes) == ["one-r0"], "the request wakes one", 60.0)
+    until(lambda: sets(kubernetes) == ["one-r0"], "the request wakes one")
     began = lose_controller()
     held.end()
-    wait_ready(run, 1, 90.0)
+    wait_ready(run)
     row("woken, one loads", held)
     assert (pods.of("one-r0-0"), pods.most_at_once) == (n_first + 1, 1)
 
@@ -135,22 +136,22 @@ def test_a_real_hpa_sets_the_number_from_the_gauge(place: Place, kubernetes: Nam
     with serving(kubernetes.cluster, GAUGE, gauge) as answers:
         assert dial(kubernetes) == 1
         streams = [Asking(run.url, autoscale_story.N_TOKENS, key=key) for _ in range(4)]
-        wait_until(lambda: gauge() == 2, "the gauge says two", 60.0)
-        kubernetes.wait(lambda: dial(kubernetes) == 2, "HPA sets two", 60.0)
-        wait_until(lambda: len(sets(kubernetes)) == 2, "the controller follows", 60.0)
+        until(lambda: gauge() == 2, "the gauge says two")
+        kubernetes.wait(lambda: dial(kubernetes) == 2, "HPA sets two")
+        until(lambda: len(sets(kubernetes)) == 2, "the controller follows")
         for stream in streams:
             stream.check_is_whole()
-        kubernetes.wait(lambda: dial(kubernetes) == 1, "HPA sets one", 90.0)
-        wait_until(lambda: len(sets(kubernetes)) == 1, "one has drained", 60.0)
+        kubernetes.wait(lambda: dial(kubernetes) == 1, "HPA sets one")
+        until(lambda: len(sets(kubernetes)) == 1, "one has drained")
         assert kubernetes.pods("app.kubernetes.io/component=scale") == [], "the dial has no pods"
         assert call("scale", "one", 2).code == 0
-        kubernetes.wait(lambda: dial(kubernetes) == 2, "a pinned number goes the same way", 60.0)
+        kubernetes.wait(lambda: dial(kubernetes) == 2, "a pinned number goes the same way")
         assert len(answers) > 3
         reasons = [row["reason"] for row in call("autoscale", "explain", "one", "--json").events]
         assert any("hpa asks for 2" in reason for reason in reasons), reasons
     assert call("scale", "one", "auto").code == 0
     kubernetes.call("PATCH", "deployments/one-scale/scale", {"spec": {"replicas": 1}}, group="/apis/apps/v1")
-    wait_until(lambda: now(run).desired_replicas == 1, "whoever turns the dial is followed", 60.0)
+    until(lambda: now(run).desired_replicas == 1, "whoever turns the dial is followed")
     ask(run, key=key)
 
 

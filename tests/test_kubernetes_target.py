@@ -11,7 +11,8 @@ from typing import Any
 import kubernetes_recorded
 import pytest
 from kubernetes_cluster import Namespace
-from launching import Place, a_place, ask, call, wait_ready, wait_until
+from launching import Place, a_place, ask, call, wait_ready
+from waiting import until
 
 from penstock import targets
 from penstock.gateway.accounting.key_store import hash_of
@@ -29,7 +30,7 @@ def place(tmp_path: Path, kubernetes: Namespace, monkeypatch: pytest.MonkeyPatch
     with a_place(tmp_path) as place:
         yield place
     targets.load.cache_clear()
-    wait_until(lambda: kinds_left(kubernetes) == [], f"nothing of ours is left: {kinds_left(kubernetes)}")
+    until(lambda: kinds_left(kubernetes) == [], f"nothing of ours is left: {kinds_left(kubernetes)}")
 
 
 def kinds_left(space: Namespace) -> list[str]:
@@ -85,7 +86,7 @@ def test_kubectl_applies_what_render_prints(place: Place, kubernetes: Namespace)
     assert "statefulset.apps/one-r0 created (dry run)" in judged.stdout
     apply = ("apply", "--server-side", "--field-manager=argocd", "-f", "-")
     assert "statefulset.apps/one-r0 serverside-applied" in kubernetes.kubectl(*apply, stdin=stream.out).stdout
-    wait_until(lambda: call("status", "one").out.startswith("one is ready"), "it is ready", 60.0)
+    until(lambda: call("status", "one").out.startswith("one is ready"), "it is ready")
     run = place.run("one")
     ask(run, key=key)
     assert call("scale", "one", 2).code == 0

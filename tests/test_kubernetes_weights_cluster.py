@@ -14,9 +14,10 @@ import pytest
 import test_kubernetes_target
 from hub_server import COMMIT, HubServer, serving
 from kubernetes_cluster import Namespace, Pod
-from launching import Place, call, now, wait_ready, wait_until
+from launching import Place, call, now, wait_ready
 from samples import LLAMA_70B, demo_plan, deployment
 from test_kubernetes_target import place  # noqa: F401 - fixture
+from waiting import until
 
 from penstock.models import files
 from penstock.planner import Plan
@@ -147,7 +148,7 @@ def test_a_fetch_that_the_hub_refuses_is_told_and_with_the_token_the_next_try_go
     monkeypatch.setenv("HF_TOKEN", hub.token)  # this machine may read it, the cluster may not
     assert call("up", file_for(place, hub), "--no-wait").code == 0
     run = place.run("one")
-    wait_until(lambda: "Cannot access gated repo" in reason_of(run), "the reason")
+    until(lambda: "Cannot access gated repo" in reason_of(run), "the reason")
     said = ("the last try: container fetch ended with code 2", "Accept the licence on its hub page, then set HF_TOKEN")
     assert all(words in reason_of(run) for words in said), reason_of(run)
     hub.token = None
@@ -164,7 +165,7 @@ def test_up_of_a_hub_model_reports_the_fetch_and_a_second_up_downloads_nothing(
     assert call("up", file_for(place, hub), "--no-wait").code == 0
     run = place.run("one")
     progress = re.compile(r"weights \d/\d files, 0\.0 GB of 0\.0 GB")
-    wait_until(lambda: progress.search(reason_of(run)) is not None, "the progress")
+    until(lambda: progress.search(reason_of(run)) is not None, "the progress")
     hub.is_open.set()
     wait_ready(run)
     path = f"/models/models--org--tiny/snapshots/{COMMIT}"

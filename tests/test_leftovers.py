@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import Place, call, private_folders, wait_until
+from launching import Place, call, private_folders
 from samples import NOW, deployment, run_folder
+from waiting import until
 
 from penstock import processes
 from penstock import run_folder as runs
@@ -178,11 +179,11 @@ def test_clean_and_down_do_not_touch_what_they_cannot_see(place: Place, is_conta
     namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     child = subprocess.Popen([*namespaces, "sh", "-ec", script])
     try:
-        wait_until(lambda: (folder / "run.json").exists() or child.poll() is not None, "it runs")
+        until(lambda: (folder / "run.json").exists() or child.poll() is not None, "it runs")
         run_id = json.loads((folder / "run.json").read_text())["id"]
         before = pids_of(run_id)
         (folder / "go").touch()
-        wait_until(lambda: (folder / "done").exists() or child.poll() is not None, "clean has ended")
+        until(lambda: (folder / "done").exists() or child.poll() is not None, "clean has ended")
         if is_container:
             assert call("up", file).code == 0, "one of the same path, in this namespace"
             assert call("down", "one", "--now").code == 0

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hub_server import COMMIT, asked_hub
 from launching import (
-    DEADLINE_S,
     PROMPT,
     Asking,
     Place,
@@ -29,8 +28,8 @@ from launching import (
     replica_of,
     started,
     wait_ready,
-    wait_until,
 )
+from waiting import left_s, until
 
 from penstock import paths, processes, run_folder
 from penstock.hardware.network import free_port
@@ -49,7 +48,7 @@ def test_up_talks_is_seen_and_leaves_nothing_after_down(place: Place) -> None:
     run = place.up(place.write("one"))
     assert ask(run).replica == "0"
     assert [card.name for card in Client(run.url).models()] == ["one"]
-    wait_until(lambda: now(run).requests_total == 1, "the request is counted")
+    until(lambda: now(run).requests_total == 1, "the request is counted")
     facts = call("status", "one", "--json").json
     assert (facts["name"], facts["phase"], facts["requests_total"]) == ("one", "ready", 1)
     assert facts["replicas"][0]["state"] == "ready"
@@ -116,7 +115,7 @@ def test_up_again_starts_nothing_refuses_changes_and_replaces_when_asked(place: 
 def on_both(run: Run) -> list[Asking]:
     """Streams that run on two replicas."""
     streams = [Asking(run.url, 40) for _ in range(4)]
-    wait_until(lambda: [row.in_flight > 0 for row in now(run).replicas] == [True, True], "streams run on both")
+    until(lambda: [row.in_flight > 0 for row in now(run).replicas] == [True, True], "streams run on both")
     return streams
 
 
@@ -138,7 +137,7 @@ def test_scale_lets_every_stream_end_whole(place: Place) -> None:
     streams = on_both(run)
     before = engine_pid(run, "1")
     assert call("scale", "1", "--no-wait").code == 0
-    wait_until(lambda: replica_of(run, "1").is_draining, "replica 1 drains")
+    until(lambda: replica_of(run, "1").is_draining, "replica 1 drains")
     assert call("scale", "2").code == 0
     assert engine_pid(run, "1") == before, "a replica that was only draining is kept"
     for stream in streams:
@@ -203,7 +202,7 @@ def test_logs_show_each_part_and_go_on_until_ctrl_c(place: Place) -> None:
         ask(run)
         assert any("POST /v1/chat/completions" in line for line in lines), "what came later"
         following.send_signal(signal.SIGINT)
-        assert following.wait(DEADLINE_S) == 130
+        assert following.wait(left_s()) == 130
 
 
 def is_loading(place: Place) -> bool:
@@ -223,13 +222,13 @@ def test_ctrl_c_at_any_moment_of_a_start_leaves_nothing(place: Place, moment: tu
     loading = {"load-s": 20, "ignore-sigterm-while-loading": True}
     with started("up", place.write("one", args=loading)) as child:
         if after_s is None:
-            wait_until(lambda: is_loading(place), "the engine loads")
+            until(lambda: is_loading(place), "the engine loads")
         else:
             time.sleep(after_s)
         for _ in range(n_times):
             child.send_signal(signal.SIGINT)
             time.sleep(0.05)
-        out, err = child.communicate(timeout=DEADLINE_S)
+        out, err = child.communicate(timeout=left_s())
     has_begun = "Fatal Python error: init_import_site" not in err  # Python itself was interrupted
     assert child.returncode in (130, -signal.SIGINT) or not has_begun, (out, err)
     for run in run_folder.every():
@@ -244,7 +243,7 @@ def test_ctrl_c_in_a_second_up_does_not_end_what_runs(place: Place) -> None:
     file = place.write("one", args={"load-s": 20})
     assert call("up", file, "--no-wait").code == 0
     run = place.run()
-    wait_until(lambda: replica_of(run).state == "loading", "the engine loads")
+    until(lambda: replica_of(run).state == "loading", "the engine loads")
     before, began = engine_pid(run), time.monotonic()
     done = interrupt("up", file, when=lambda: time.monotonic() - began > 0.3)
     assert done.code in (130, -signal.SIGINT), done
@@ -255,7 +254,7 @@ def draining(place: Place, name: str = "one") -> tuple[Run, Asking]:
     """A deployment in the middle of a long answer: its `down` drains for as long."""
     run = place.up(place.write(name, args=SLOW))
     stream = Asking(run.url, 60)
-    wait_until(lambda: bool(stream.text), "the stream runs")
+    until(lambda: bool(stream.text), "the stream runs")
     return run, stream
 
 
@@ -264,13 +263,13 @@ def test_clean_leaves_a_deployment_alone_that_is_draining(place: Place, monkeypa
     """Its end is written down first, so `clean --yes` took what still answered for a leftover, and killed it."""
     run, stream = draining(place)
     with started("down", "one") as ending:
-        wait_until(lambda: not pids(run, "controller") and run.desired().state == "down", "it drains")
+        until(lambda: not pids(run, "controller") and run.desired().state == "down", "it drains")
         assert call("clean", "--yes", "--runs").code == 0
         with monkeypatch.context() as patch:
             patch.setenv("PENSTOCK_HOME", str(place.folder / "elsewhere"))
             assert call("clean", "--yes", "--runs").code == 0
         stream.check_is_whole()
-        assert ending.wait(DEADLINE_S) == 0
+        assert ending.wait(left_s()) == 0
     assert run.exists()
     place.assert_nothing_left()
 
@@ -285,10 +284,10 @@ def test_a_down_that_broke_off_stays_visible_and_is_finished_by_another_or_by_up
     run, _ = draining(place)
     before = run.record().id
     with started("down", "one") as ending:
-        wait_until(lambda: not pids(run, "controller") and run.desired().state == "down", "it drains")
+        until(lambda: not pids(run, "controller") and run.desired().state == "down", "it drains")
         assert now(run).phase == "stopping"
         ending.send_signal(number)
-        assert ending.wait(DEADLINE_S) != 0
+        assert ending.wait(left_s()) != 0
     assert [(row["name"], row["phase"]) for row in call("ls", "--json").json] == [("one", "stopping")]
     assert call("clean", "--yes").code == 0
     assert pids(run, "engine"), "it is for `down` to end"

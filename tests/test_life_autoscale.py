@@ -8,7 +8,6 @@ import urllib.request
 import msgspec
 import pytest
 from launching import (
-    DEADLINE_S,
     PROMPT,
     Asking,
     Place,
@@ -16,8 +15,8 @@ from launching import (
     call,
     now,
     pids,
-    wait_until,
 )
+from waiting import left_s, until
 
 from penstock.deployment.autoscale import Sample
 from penstock.log_lines import kept_lines
@@ -44,17 +43,17 @@ def samples(run: Run) -> list[Sample]:
 def test_a_number_is_pinned_and_given_back(place: Place) -> None:
     run = place.up(place.write("one", replicas={"min": 1, "max": 3}))
     ask(run)
-    wait_until(lambda: sum(sample.arrivals for sample in samples(run)) == 1, "the request is in a sample")
+    until(lambda: sum(sample.arrivals for sample in samples(run)) == 1, "the request is in a sample")
     assert call("scale", "one", "2").code == 0
     place.note(run)
     assert "2 (pinned)" in call("status", "one").out
     n_before = len(samples(run))
-    wait_until(lambda: len(samples(run)) > n_before + 2, "some samples")
+    until(lambda: len(samples(run)) > n_before + 2, "some samples")
     assert len(pids(run, "node")) == 2, "nobody uses it, and it stays"
     assert call("scale", "one", "auto", "--json").json == {
         "event": "scaled", "name": "one", "replicas": "auto", "min": 1, "max": 3
     }  # fmt: skip
-    wait_until(lambda: len(pids(run, "node")) == 1, "the second is not needed")
+    until(lambda: len(pids(run, "node")) == 1, "the second is not needed")
     assert "1 of 1..3" in call("status", "one").out
     assert decided(run) == [(1, 2), (2, None), (2, 1)]
 
@@ -67,7 +66,7 @@ def is_asleep(run: Run) -> bool:
 def test_requests_that_wait_start_another_replica(place: Place) -> None:
     run = place.up(place.write("one", args=SLOW, replicas={"min": 1, "max": 2}, gateway={"max_in_flight": 1}))
     streams = [Asking(run.url, 100) for _ in range(4)]
-    wait_until(lambda: len(pids(run, "node")) == 2, "requests wait: another replica starts")
+    until(lambda: len(pids(run, "node")) == 2, "requests wait: another replica starts")
     assert now(run).phase == "ready", "the first serves while the second loads"
     for stream in streams:
         stream.check_is_whole()
@@ -84,7 +83,7 @@ def comments(url: str) -> list[str]:
     body = {"model": "one", "stream": True, "max_tokens": 2, "messages": [{"role": "user", "content": PROMPT}]}
     headers = {"content-type": "application/json", PROGRESS_HEADER: "1"}
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+    with urllib.request.urlopen(request, timeout=left_s()) as answer:
         return [line.decode().strip() for line in answer if line.startswith(b":")]
 
 
@@ -92,7 +91,7 @@ def test_the_last_ends_when_nobody_asks_and_a_request_wakes_one_and_hears_the_se
     place: Place,
 ) -> None:
     run = place.up(place.write("one", args=SLOW, replicas={"min": 0, "max": 1, "idle_s": 1}, gateway={"hold_s": 25}))
-    wait_until(lambda: is_asleep(run), "nobody asks: the last replica ends")
+    until(lambda: is_asleep(run), "nobody asks: the last replica ends")
     assert now(run).phase == "ready"
     assert "the next request starts one" in call("status", "one").out
     assert [card.name for card in Client(run.url).models()] == ["one"]

@@ -8,7 +8,8 @@ import ssl
 from pathlib import Path
 
 import pytest
-from launching import PROMPT, Place, ask, call, kill, now, pid_of, wait_until
+from launching import PROMPT, Place, ask, call, kill, now, pid_of
+from waiting import until
 
 from penstock import paths
 from penstock.hardware.network import free_port
@@ -80,20 +81,20 @@ def test_keys_are_made_for_a_running_deployment_and_outlive_it(place: Place) -> 
     assert not is_answered(place, None) and not is_answered(place, "sk-wrong")
     assert [key["name"] for key in call("keys", "list", "--json").json] == ["first"]
     key = call("keys", "create", "--name", "alice", "--budget", "100").out.strip()
-    wait_until(lambda: is_answered(place, key), "the gateway sees the new key")
+    until(lambda: is_answered(place, key), "the gateway sees the new key")
     ask(place.run(), key=first)
     assert call("chat", "one", "--message", PROMPT).code == 0  # by the owner, without a key
-    wait_until(lambda: n_requests("alice") == 1 and n_requests("first") == 1, "both requests are in the ledger")
+    until(lambda: n_requests("alice") == 1 and n_requests("first") == 1, "both requests are in the ledger")
     (line,) = (line for line in call("usage", "--by", "key,model", "--json").json if line["key"] == "alice")
     assert (line["model"], line["output_tokens"], line["estimates"]) == ("one", 8, 0)
     assert line["cost_usd"] == pytest.approx((line["prompt_tokens"] + 8000) / 1e6)
 
     kill(pid_of(place.run(), "gateway"))
-    wait_until(lambda: now(place.run()).gateway.n_restarts == 1 and now(place.run()).phase == "ready", "it is back")
+    until(lambda: now(place.run()).gateway.n_restarts == 1 and now(place.run()).phase == "ready", "it is back")
     assert is_answered(place, key)
     revoked = call("keys", "revoke", "alice", "--deployment", "one")
     assert revoked.code == 0, revoked
-    wait_until(lambda: not is_answered(place, key), "the gateway sees that the key is revoked")
+    until(lambda: not is_answered(place, key), "the gateway sees that the key is revoked")
 
     second = call("keys", "create", "bob").out.strip()
     assert call("down", "one").code == 0
@@ -101,4 +102,4 @@ def test_keys_are_made_for_a_running_deployment_and_outlive_it(place: Place) -> 
     assert [is_answered(place, key) for key in (second, again, first)] == [True, True, False]
     assert n_requests("alice") >= 2
     assert call("keys", "revoke", "first").code == 0
-    wait_until(lambda: not is_answered(place, again), "the key that `up` printed is revoked")
+    until(lambda: not is_answered(place, again), "the key that `up` printed is revoked")

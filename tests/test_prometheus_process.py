@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from launching import Place, ask, call, kill, now, pid_of, pids, wait_until
+from launching import Place, ask, call, kill, now, pid_of, pids
+from waiting import until
 
 from penstock.run_folder import Part, Run
 
@@ -14,8 +15,6 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed"),
 ]
-
-UP_S = 60.0  # Prometheus reads new targets after 5 s and scrapes each 5 s
 
 
 def part_of(run: Run) -> Part:
@@ -33,21 +32,21 @@ def value(query: str) -> float | None:
 def test_it_watches_dies_comes_back_and_ends_with_its_deployment(place: Place, tmp_path: Path) -> None:
     file = place.write("one", replicas=2, workload={"ttft_ms": 2000}, observe={"prometheus": True})
     run = place.up(file)
-    wait_until(lambda: part_of(run).state == "running", "it runs")
+    until(lambda: part_of(run).state == "running", "it runs")
     url = str(part_of(run).url)
     place.addresses.add(url)
     assert url in call("status").out and url.startswith("http://127.0.0.1:")
     ask(run)
     first = pid_of(run, "prometheus")
     kill(first)
-    wait_until(lambda: part_of(run).state == "running" and part_of(run).n_restarts == 1, "it is back")
+    until(lambda: part_of(run).state == "running" and part_of(run).n_restarts == 1, "it is back")
     assert part_of(run).url == url, "at the same address"
     assert f"its process {first} was gone" in call("status").out
 
     def is_scraped() -> bool:
         return value("sum(up)") == 2 and value('sum(penstock_requests_total{outcome="complete"})') == 1
 
-    wait_until(is_scraped, "both pages are scraped", UP_S)
+    until(is_scraped, "both pages are scraped")
     assert value('count(sum by (replica) (vllm:num_requests_running{deployment="one"}))') == 2, "each replica's page"
     assert value('penstock_replicas_ready{deployment="one",instance="gateway"}') == 2
     refused = call("metrics", "sum(up) by (")
@@ -58,8 +57,8 @@ def test_it_watches_dies_comes_back_and_ends_with_its_deployment(place: Place, t
 
     second, controller = pid_of(run, "prometheus"), pid_of(run, "controller")
     kill(controller)
-    wait_until(lambda: pids(run, "controller") not in ([], [controller]), "another controller")
-    wait_until(lambda: now(run).controller.state == "running", "that runs")
+    until(lambda: pids(run, "controller") not in ([], [controller]), "another controller")
+    until(lambda: now(run).controller.state == "running", "that runs")
     assert pid_of(run, "prometheus") == second, "the new controller adopts it"
     ask(run)
     assert call("down").code == 0

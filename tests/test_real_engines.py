@@ -64,7 +64,7 @@ class Live:
 
     @property
     def client(self) -> Client:
-        return Client(self.run.url)
+        return Client(self.run.url, timeout_s=left_s())
 
     @property
     def openai(self) -> openai.OpenAI:
@@ -79,7 +79,7 @@ def deployed(engine: str, name: str, *flags: str) -> Iterator[Live]:
     """`penstock up` of the bundled model; at the end `penstock down`, and nothing of it may be left."""
     with (
         tempfile.TemporaryDirectory(prefix="penstock-home-") as folder,
-        a_place(Path(folder), deadline_s=left_s()) as place,
+        a_place(Path(folder)) as place,
     ):
         live = Live(Path(folder) / "home", name)
         done = live.command("up", "--name", name, "--engine", engine, "--port", "0", *flags)
@@ -97,6 +97,7 @@ def ask(client: Client, row: DemoPrompt, model: str) -> Reply:
 
 # For the dashboards.
 SETTINGS = (
+    "gateway.hold_s=600",  # a start of vLLM beside other tests takes more than a minute
     "observe={prometheus: true, grafana: true}",
     "workload={ttft_ms: 30000, tpot_ms: 10000}",
     "engine.env.OTEL_BSP_SCHEDULE_DELAY=200",  # milliseconds, in place of 5 s

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from launching import (
     PROMPT,
-    SOON_S,
     Asking,
     Place,
     ask,
@@ -23,8 +22,8 @@ from launching import (
     replica_of,
     started,
     wait_ready,
-    wait_until,
 )
+from waiting import left_s, until
 
 import penstock
 from penstock.deployment.sleep import is_asleep
@@ -58,10 +57,10 @@ def test_a_verb_puts_it_to_sleep_a_request_wakes_it_and_a_verb_wakes_it(place: P
     announcement = replica_of(run).announcement
     assert announcement is not None and announcement.measured["sleep_s"] > 0.2
     gauge = 'penstock_replicas{state="sleeping"} 1'
-    wait_until(lambda: gauge in Client(run.url).get_text("/metrics"), "the gauge of sleeping replicas")
+    until(lambda: gauge in Client(run.url).get_text("/metrics"), "the gauge of sleeping replicas")
     assert ask(run).replica == "0"
     assert engine_pid(run) == engine, "the same process"
-    wait_until(lambda: "replica awake" in events(run), "the event of waking")
+    until(lambda: "replica awake" in events(run), "the event of waking")
     assert call("sleep").out.endswith("one is asleep; a request wakes it\n")
     assert call("wake", "one").out.endswith("one is awake\n")
     assert now(run).replicas[0].state == "ready"
@@ -78,9 +77,9 @@ def test_a_verb_puts_it_to_sleep_a_request_wakes_it_and_a_verb_wakes_it(place: P
 def test_an_engine_that_dies_as_it_falls_asleep_ends_the_wait_of_the_verb(place: Place) -> None:
     run = place.up(place.write("one", args={"sleep-s": 20}, engine=BY_VERB))
     with started("sleep", "one") as verb:
-        wait_until(lambda: replica_of(run).state == "sleeping", "it falls asleep")
+        until(lambda: replica_of(run).state == "sleeping", "it falls asleep")
         kill(*pids(run, "engine")[:1])
-        out, err = verb.communicate(timeout=SOON_S)
+        out, err = verb.communicate(timeout=left_s())
     assert verb.returncode == 1, out
     assert 'replica 0 of "one" is ' in err
     wait_ready(run)
@@ -90,7 +89,7 @@ def test_an_engine_that_dies_as_it_falls_asleep_ends_the_wait_of_the_verb(place:
 def test_it_sleeps_by_itself_and_at_level_2_loads_its_weights_again(place: Place) -> None:
     run = place.up(place.write("one", engine={"sleep": {"after_s": 1, "level": 2}}))
     for _ in range(2):
-        wait_until(lambda: sleeping(run), "asleep after a second without a request")
+        until(lambda: sleeping(run), "asleep after a second without a request")
         assert "asleep at level 2" in call("status").out
         ask(run)
 
@@ -124,7 +123,7 @@ def test_requests_in_the_moment_of_falling_asleep_are_all_answered(place: Place)
         try:
             for n_orders in range(12):
                 assert call("sleep", "--no-wait").code == 0
-                wait_until(partial(is_answered, 15 * n_orders), "both are answered")
+                until(partial(is_answered, 15 * n_orders), "both are answered")
         finally:
             is_over.set()
     for asking in clients:
@@ -137,17 +136,17 @@ def test_requests_in_the_moment_of_falling_asleep_are_all_answered(place: Place)
 def test_it_never_sleeps_while_a_request_runs(place: Place) -> None:
     run = place.up(place.write("one", args={"tokens-per-s": 20}, engine={"sleep": {"after_s": 1}}))
     stream, states = Asking(run.url, 80), set[str]()
-    wait_until(lambda: bool(stream.text), "the stream runs")
+    until(lambda: bool(stream.text), "the stream runs")
     assert call("sleep", "--no-wait").code == 0
 
     def has_ended() -> bool:
         states.add(replica_of(run).state)
         return stream.reply is not None or stream.error is not None
 
-    wait_until(has_ended, "the stream ends")
+    until(has_ended, "the stream ends")
     stream.check_is_whole()
     assert states == {"ready"}
-    wait_until(lambda: sleeping(run), "asleep after the stream")
+    until(lambda: sleeping(run), "asleep after the stream")
 
 
 @pytest.mark.nightly
@@ -162,10 +161,10 @@ def test_a_part_that_is_killed_asleep_or_while_it_wakes_comes_back_and_a_request
     assert call("sleep").code == 0
     held = [Asking(run.url, 5)] if wakes else []
     if wakes:
-        wait_until(lambda: replica_of(run).state == "waking", "it wakes")
+        until(lambda: replica_of(run).state == "waking", "it wakes")
     kill(pids(run, part)[0])
     if part == "gateway":
-        wait_until(lambda: len(pids(run, part)) == 1 and not port_is_free(run.url), "a gateway that answers")
+        until(lambda: len(pids(run, part)) == 1 and not port_is_free(run.url), "a gateway that answers")
     for stream in held:
         stream.check_is_whole()
     ask(run)
@@ -201,7 +200,7 @@ def test_one_of_two_wakes_for_a_request_and_workers_tell_each_other(place: Place
     assert call("sleep").code == 0
     for _ in range(3):
         ask(run)
-    wait_until(lambda: {row.state for row in now(run).replicas} == {"ready", "sleeping"}, "one is awake")
+    until(lambda: {row.state for row in now(run).replicas} == {"ready", "sleeping"}, "one is awake")
 
 
 @pytest.mark.nightly

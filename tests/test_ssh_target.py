@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from hosts import Hosts
-from launching import HANG_S, Asking, Place, a_place, ask, call, kill, now, pid_of, replica_of, started
+from launching import Asking, Place, a_place, ask, call, kill, now, pid_of, replica_of, started
 from ssh_rig import left_on, node_of, ours, write
 from waiting import end, until
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.hosts
 
 @pytest.fixture
 def place(tmp_path: Path, hosts: Hosts, request: pytest.FixtureRequest) -> Iterator[Place]:
-    with a_place(tmp_path, deadline_s=1200.0 if request.node.get_closest_marker("vllm") else HANG_S) as ours:
+    with a_place(tmp_path) as ours:
         yield ours
 
 

@@ -204,7 +204,7 @@ def test_a_node_that_loses_power_is_noticed_and_replaced_when_it_comes_back(
 def test_real_vllm_over_two_nodes_gives_the_text_of_the_uncut_model(
     place: Place, ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "DEADLINE_S", left_s())
+    monkeypatch.setattr(launching, "left_s()", left_s())
     signal.alarm(0)
     run = place.up(
         file_for(place, ray_cluster, hardware={"nodes": 2}, engine={"kind": "vllm", "args": {"enforce-eager": True}})
