@@ -347,7 +347,7 @@ async def test_keys_and_spending_of_another_process_are_seen(place: str) -> None
 
 
 async def test_locked_store_stops_no_request_and_loses_no_row(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.gateway.accounting.store.BUSY_S", 0.01)
+    monkeypatch.setattr("penstock.gateway.accounting.store_writer.BUSY_S", 0.01)
     async with rig_with(say(ANSWER), store=place) as (rig, _, client):
         other = sqlite3.connect(place, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")

@@ -24,7 +24,7 @@ from penstock.errors import PenstockError, UserError
 from penstock.gateway.accounting.key_store import Limits, check_new_key, hash_of, new_secret
 from penstock.gateway.accounting.ledger import Ledger
 from penstock.gateway.accounting.running_totals import new_totals
-from penstock.gateway.accounting.store import SCHEMA_VERSION, share
+from penstock.gateway.accounting.store import BUSY_S, SCHEMA_VERSION, connect, share
 from penstock.gateway.accounting.usage_store import DAY_S, FOLD_ROWS, GpuUse, Grouping, Row, day_of
 from penstock.gateway.cost import SLOT_S
 
@@ -166,6 +166,13 @@ def test_file_is_private_and_newer_schemas_are_refused(tmp_path: Path) -> None:
         opened.database.execute("UPDATE meta SET value = ? WHERE name = 'schema'", (SCHEMA_VERSION + 1,))
     with pytest.raises(UserError, match=f"schema is version {SCHEMA_VERSION + 1}"):
         Store(str(path))
+
+
+def test_a_verb_waits_for_writes_of_others_longer_than_the_gateway(tmp_path: Path) -> None:
+    place = str(tmp_path / "keys.db")
+    for database, wait_ms in ((connect(place), 30_000), (connect(place, BUSY_S), 1000)):
+        assert database.all("PRAGMA busy_timeout") == [(wait_ms,)]
+        database.close()
 
 
 def test_what_is_no_store_is_refused_without_its_password(tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ def cost_usd(run: Run) -> float | None:
     if run.deployment().gateway.price is None or place is None or store.is_postgres(place):
         return None
     with contextlib.suppress(PenstockError):
-        lines = UsageStore(store.connect(place)).usage(("model",))
+        lines = UsageStore(store.connect(place, store.BUSY_S)).usage(("model",))
         return sum(line.cost_usd or 0.0 for line in lines)
     return None
 

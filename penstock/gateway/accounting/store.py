@@ -12,7 +12,7 @@ from typing import Any, cast
 from penstock.errors import PenstockError, UserError
 from penstock.gateway.accounting.store_schema import MIGRATIONS
 
-BUSY_S = 1.0  # how long a statement waits for another process's write
+BUSY_S, _LONG_S = 1.0, 30.0  # how long the gateway, and a verb, wait for another process's write
 CONNECT_S = 3
 SCHEMA_VERSION = len(MIGRATIONS)
 
@@ -24,9 +24,9 @@ def is_postgres(place: str) -> bool:
     return place.startswith(_POSTGRES)
 
 
-def connect(place: str) -> Database:
-    """Opens a file or a URL and brings its tables up to date. Raises UserError."""
-    database = _Postgres(place) if is_postgres(place) else Database(place)
+def connect(place: str, busy_s: float = _LONG_S) -> Database:
+    """Opens a file or a URL and brings its tables up to date; statements wait so long for locks. Raises UserError."""
+    database = _Postgres(place, busy_s) if is_postgres(place) else Database(place, busy_s)
     try:
         _migrate(database)
     except BaseException:
@@ -42,7 +42,7 @@ def share(place: str) -> None:
     """
     connect(place).close()
     if not is_postgres(place):
-        with _explaining(place, UserError), contextlib.closing(sqlite3.connect(place, timeout=BUSY_S)) as connection:
+        with _explaining(place, UserError), contextlib.closing(sqlite3.connect(place, _LONG_S)) as connection:
             connection.execute("PRAGMA journal_mode=DELETE").fetchall()
 
 
@@ -59,8 +59,8 @@ class Database:
     _file: tuple[int, int] | None = None  # device and inode of what is open
     _n_bytes = 0  # its size when it was last whole
 
-    def __init__(self, place: str) -> None:
-        self.place = place
+    def __init__(self, place: str, busy_s: float) -> None:
+        self.place, self._busy_s = place, busy_s
         with _explaining(place, UserError):
             self._connect()
 
@@ -111,7 +111,7 @@ class Database:
         path = Path(self.place)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # usage is private
         is_new = path.stat().st_size == 0
-        self._connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        self._connection = sqlite3.connect(path, timeout=self._busy_s, isolation_level=None, check_same_thread=False)
         try:
             if is_new:  # a store for several machines keeps its journal
                 self._execute("PRAGMA journal_mode=WAL", ()).fetchall()

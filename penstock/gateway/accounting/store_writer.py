@@ -17,7 +17,7 @@ from penstock.errors import PenstockError
 from penstock.gateway.accounting.key_store import ApiKey, KeyStore
 from penstock.gateway.accounting.quota_sync import QuotaSync
 from penstock.gateway.accounting.running_totals import Totals
-from penstock.gateway.accounting.store import Database, connect
+from penstock.gateway.accounting.store import BUSY_S, Database, connect
 from penstock.gateway.accounting.usage_store import DAY_S, Row, UsageStore, month_of
 from penstock.world import REAL, World
 
@@ -46,7 +46,7 @@ class StoreWriter:
 
     def __init__(self, place: str, totals: Totals, world: World = REAL) -> None:
         self._world = world
-        self._database = connect(place)
+        self._database = connect(place, BUSY_S)
         self._keys, self._usage = KeyStore(self._database), UsageStore(self._database)
         self._writer = secrets.token_hex(6)
         self._rows: deque[Row] = deque()
