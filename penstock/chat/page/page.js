@@ -12,8 +12,8 @@
 const store = new Store();
 const tabs = "BroadcastChannel" in window ? new BroadcastChannel("penstock") : { postMessage() {} };
 // `others`: turns that another tab added to this conversation while the server works on it without knowing them.
-// `saving`: the end of the last write. `taken`: the last news that was taken.
-const page = { conversation: null, heard: new Set(), isFull: false, others: {}, saving: null, taken: "" };
+// `saving`: the end of the last write. `taken`: the last news that was taken. `nChoices`: conversations that were chosen.
+const page = { conversation: null, heard: new Set(), isFull: false, others: {}, saving: null, taken: "", nChoices: 0 };
 const byId = (id) => document.getElementById(id);
 const LEAVE_MS = 5_000; // an event that never ends does not keep anybody from the login
 
@@ -144,21 +144,25 @@ async function settle() {
   }
 }
 
-async function fresh() {
+// Of two that are chosen while an answer is stopped the last one is shown.
+async function turnTo(choose) {
+  const choice = ++page.nChoices;
   await settle();
   drafts.sync();
-  become(newConversation());
+  const conversation = await choose();
+  if (choice !== page.nChoices) return;
+  if (!conversation) return refreshHistory();
+  become(conversation);
   show();
+}
+
+async function fresh() {
+  await turnTo(newConversation);
   drafts.box()?.focus();
 }
 
 async function open(id) {
-  await settle();
-  drafts.sync();
-  const conversation = await store.read(id);
-  if (!conversation) return refreshHistory();
-  become(conversation);
-  show();
+  await turnTo(() => store.read(id));
 }
 
 // What is typed is kept at each key, for each conversation: in this tab, and in the browser for the tab opened next.
