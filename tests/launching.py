@@ -65,7 +65,10 @@ class Done:
 
 
 def call(*words: object) -> Done:
-    """Run a command of the CLI in this process."""
+    """Run a command of the CLI in this process, whose standard output is its: one at a time."""
+    assert threading.current_thread() is threading.main_thread(), (
+        "another command's output would be mixed with this one's"
+    )
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main.run([str(word) for word in words])

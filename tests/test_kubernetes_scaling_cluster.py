@@ -3,6 +3,7 @@
 # ruff: noqa: F811 - fixtures of test_kubernetes_target
 from __future__ import annotations
 
+import functools
 import re
 import threading
 import time
@@ -19,6 +20,8 @@ from launching import Asking, Place, ask, call, now, wait_ready
 from test_kubernetes_target import file_for, place, up  # noqa: F401 - fixtures
 from waiting import until
 
+from penstock.deployment import metrics
+from penstock.run_folder import Run
 from penstock.targets.kubernetes.scaling import GAUGE
 from penstock.wire.client import Client
 
@@ -116,10 +119,9 @@ def test_a_controllers_pod_that_is_lost_at_each_phase_places_nothing_twice(
     assert (pods.of("one-r0-0"), pods.most_at_once) == (n_first + 1, 1)
 
 
-def gauge() -> int | None:
+def gauge_of(run: Run) -> int | None:
     """What the gateway publishes, None while there is none."""
-    page = call("metrics", "--deployment", "one").out
-    match = re.search(rf"^{GAUGE}\{{[^}}]*\}} (\d+)$", page, re.MULTILINE)
+    match = re.search(rf"^{GAUGE}\{{[^}}]*\}} (\d+)$", metrics.page(run, of_engines=False), re.MULTILINE)
     return int(match[1]) if match else None
 
 
@@ -132,6 +134,7 @@ def test_a_real_hpa_sets_the_number_from_the_gauge(place: Place, kubernetes: Nam
     """Burst, drain and pin; each new number is the HPA's, and penstock only follows."""
     file = file_of(place, replicas={"min": 1, "actuator": "hpa"})
     run, key = up(place, file)
+    gauge = functools.partial(gauge_of, run)
     with serving(kubernetes.cluster, GAUGE, gauge) as answers:
         assert dial(kubernetes) == 1
         streams = [Asking(run.url, autoscale_story.N_TOKENS, key=key) for _ in range(4)]
