@@ -9,6 +9,7 @@ import pytest
 from manual_world import ManualWorld
 from samples import run_folder, told, view
 
+from penstock.deployment.controller import loop
 from penstock.deployment.controller.loop import Controller
 from penstock.deployment.observe import Observation, summarise
 from penstock.errors import PenstockError
@@ -33,6 +34,9 @@ class Stubborn:
             raise PenstockError("node3 has no room")
         return Handle("local", placed)
 
+    def keep_up(self, run: Run) -> None:
+        pass
+
 
 class Ticks:
     """A controller whose ticks are made one by one, at given times."""
@@ -47,9 +51,24 @@ class Ticks:
         placements = {replica(name): Placement("placed") for name in self.run.handle().replicas}
         gateway = {Unit("gateway", "0"): Placement("placed")}
         seen = Observation(placements | gateway, READY, Part("running", unit="0"))
-        self.controller._act(desired, seen)
+        self.controller._act(desired, seen, may_place=True)
         self.controller._note_refusal()
         return summarise(desired, seen, self.controller.history, 0.0)
+
+    def tick_of(self, seen: Observation) -> None:
+        """A whole tick that sees so; what was being placed when it looked has been placed when it acts."""
+        alive = [True]
+
+        def look(*_: object) -> Observation:
+            alive.clear()
+            return seen
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "look", look)
+            patch.setattr(self.controller, "_keep_watchdog", lambda: None)
+            if self.controller._worker is not None:
+                patch.setattr(self.controller._worker, "is_alive", lambda: bool(alive))
+            self.controller._tick(Desired("up", 1))
 
     def events(self) -> list[str]:
         return [event.event for event in self.run.events()]
@@ -99,3 +118,13 @@ def test_one_that_cannot_be_ended_is_not_reported_as_ended(ticks: Ticks) -> None
     ticks.target.holds, ticks.world.time_s = set(), ticks.world.time_s + 30
     ticks.tick(Desired("up", 1))
     assert "replica ended" in ticks.events()
+
+
+@pytest.mark.loopback
+def test_a_death_that_was_seen_before_the_next_was_placed_is_one(ticks: Ticks) -> None:
+    placements = {replica("0"): Placement("gone"), Unit("gateway", "0"): Placement("placed")}
+    gone = Observation(placements, READY, Part("running", unit="0"))
+    for _ in range(2):
+        ticks.tick_of(gone)
+        ticks.world.time_s += 30
+    assert (ticks.target.n_tries, ticks.events().count("replica restarted")) == (1, 1)

@@ -75,9 +75,8 @@ class Child:
         self._run, self._host = run, socket.gethostname() if is_placed else None
         if is_placed:
             self.part = msgspec.structs.replace(self.part, state="gone", process=None)
-        if self.part.process is None or not self._processes.is_alive(
-            self.part.process
-        ):  # one may live that was not noted
+        # One may live that was not noted.
+        if self.part.process is None or not self._processes.is_alive(self.part.process):
             old = [process for process in self._processes.find_marked(str(run.path)) if process.role == service.role]
             self._processes.end(old, _END_S)
         self._backoff = Backoff(1.0, 60.0, 120.0)

@@ -63,10 +63,9 @@ class Decision(msgspec.Struct, frozen=True):
     """What to do now. `place` is the whole set of units that shall be placed, None when it is right already.
 
     `again`: replicas in it that are gone or broken, and due. `evict`: those of them whose last lease the gateway
-    forgets,
-    so that it does not count for the next. `forget`: failed replicas that are not wanted any more. `starts_gateway`: a
-    gateway in `place` is new, `is_restart`: because none was left. `hands_over`: another controller runs, this
-    one ends.
+    forgets, so that it does not count for the next. `forget`: failed replicas that are not wanted any more.
+    `starts_gateway`: a gateway in `place` is new, `is_restart`: because none was left. `hands_over`: another controller
+    runs, this one ends.
     """
 
     place: tuple[Unit, ...] | None = None

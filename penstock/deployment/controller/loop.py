@@ -130,6 +130,7 @@ class Controller:
     def _tick(self, desired: Desired) -> Decision:
         if self._own is None:
             self._keep_watchdog()
+        was_placing = self._worker is not None and self._worker.is_alive()  # then `seen` may be from before its end
         seen = look(self.run, self.history.gateway, self._world.processes)
         self.history = msgspec.structs.replace(self.history, gateway=seen.gateway)
         self.target.keep_up(self.run)
@@ -140,7 +141,7 @@ class Controller:
         if scaling is not None:
             desired = msgspec.structs.replace(desired, replicas=scaling.replicas)
         self._pass_on(desired, seen)
-        decision = self._act(desired, seen)
+        decision = self._act(desired, seen, may_place=not was_placing)
         self._note_refusal()
         self._note_children(seen)
         state = summarise(desired, seen, self.history, self._world.unix(), scaling)
@@ -302,7 +303,7 @@ class Controller:
 
     # ---- acting ------------------------------------------------------------------------------------------------------
 
-    def _act(self, desired: Desired, seen: Observation) -> Decision:
+    def _act(self, desired: Desired, seen: Observation, *, may_place: bool) -> Decision:
         now = self._world.now()
         memory = msgspec.structs.replace(self._memory, failed=frozenset(self.history.failed), due_at=self._due_at)
         decision, self._memory = decide(desired, seen, memory, now, self._world.unix())
@@ -313,7 +314,7 @@ class Controller:
         self._post_each("/admin/undrain", decision.undrain)
         if "gateway" not in self._placed:
             self._run_gateway_here(decision, seen, now)
-        if self._worker is None or not self._worker.is_alive():
+        if may_place:
             self._start_placing(decision, seen, now)
         return decision
 
