@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from penstock.chat.files import from_file, from_json, to_markdown
+from penstock.chat.page.routes import whole_body
 from penstock.errors import UserError
 from penstock.text import MIB
 
@@ -31,16 +32,8 @@ async def conversations(request: Request) -> Response:
 
 async def _answer(request: Request, write: Callable[[bytes], bytes], kind: str) -> Response:
     try:
-        body = await _body(request)
+        if (body := await whole_body(request, _MOST_BYTES)) is None:
+            raise UserError("cannot read files of more than 64 MiB", hint="Export fewer chats at a time.")
         return Response(await asyncio.to_thread(write, body), media_type=kind)
     except UserError as error:
         return JSONResponse({"message": error.message, "detail": error.detail, "hint": error.hint}, status_code=422)
-
-
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > _MOST_BYTES:
-            raise UserError("cannot read files of more than 64 MiB", hint="Export fewer chats at a time.")
-    return bytes(body)

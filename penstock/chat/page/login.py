@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import html
+import ipaddress
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,6 +19,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 from penstock.chat.page.config import PageConfig
 from penstock.chat.page.proxied import as_sent, clean_prefix, is_same_site
+from penstock.chat.page.routes import whole_body
 from penstock.chat.page.sessions import KEPT_S, Attempts, Sessions, Visitor, visitor
 from penstock.chat.page.theme import ICON
 from penstock.errors import PenstockError
@@ -27,6 +31,7 @@ from penstock.wire.model_list import ModelCard
 _MOST_BYTES = 4096
 _PUBLIC = ("/health", "/login")
 _REFUSED = (401, 403)
+_PAUSE_S = 0.1  # after each wrong key of an address that sent many: at most ten a second can be tried from there
 # Gradio's page has inline scripts and styles, and makes functions of the `js` of its events.
 _POLICY = "; ".join((
     "default-src 'self'", "script-src 'self' 'unsafe-inline' 'unsafe-eval'", "style-src 'self' 'unsafe-inline'",
@@ -71,16 +76,16 @@ class Login:
         return self._form(self._sessions.why(request.cookies.get(self._cookie)) or "")
 
     async def log_in(self, request: Request) -> Response:
-        address, now = _address(request), time.monotonic()
-        wait_s = self._attempts.wait_s(address, now)
-        if wait_s > 0:
-            text = f"Too many wrong keys. Try again in {wait_s:.0f} s."
-            return self._form(text, 429, {"retry-after": str(int(wait_s) + 1)})
-        key = await _key_in(request)
-        reason, status = await self._refusal(key)
+        key, network = await _key_in(request), _network(request.client.host if request.client else "")
+        # The peer's address counts, since no setting names proxies that could be trusted with another.
+        async with self._attempts.turn(network):
+            if await request.is_disconnected():
+                return Response(status_code=400)
+            reason, status = await self._refusal(key)
+            if status in _REFUSED and self._attempts.failed(network, time.monotonic()):
+                await asyncio.sleep(_PAUSE_S)
+                reason, status = f"{reason} Too many wrong keys came from your address: answers are slow.", 429
         if reason:
-            if status in _REFUSED:
-                self._attempts.failed(address, now)
             return self._form(reason, status)
         answer = RedirectResponse("./", status_code=303)
         answer.raw_headers.append(self._cookie_line(request, self._sessions.open(key, time.time())))
@@ -118,13 +123,13 @@ class Login:
             return f"The gateway could not be asked, try again: {error.message}", 503
         return "", 200
 
-    def _form(self, reason: str, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    def _form(self, reason: str, status: int = 200) -> Response:
         text = (
             self._page.replace("{icon}", ICON)
             .replace("{title}", html.escape(self._config.title))
             .replace("{reason}", html.escape(reason))
         )
-        return HTMLResponse(text, status, headers)
+        return HTMLResponse(text, status)
 
     # ---- before every request ----------------------------------------------------------------------------------------
 
@@ -197,18 +202,16 @@ def _words(error: HttpError) -> str:
 
 
 async def _key_in(request: Request) -> str:
-    body = b""
-    async for piece in request.stream():
-        body += piece
-        if len(body) > _MOST_BYTES:
-            return ""
+    body = await whole_body(request, _MOST_BYTES) or b""
     return parse_qs(body.decode("latin-1")).get("key", [""])[0].strip()
 
 
-def _address(request: Request) -> str:
-    """Of the browser, as the nearest proxy tells it."""
-    forwarded = request.headers.get("x-forwarded-for", "").split(",")[-1].strip()
-    return forwarded or (request.client.host if request.client else "")
+def _network(address: str) -> str:
+    """The /64 of an IPv6 address, since one machine has all of it; else the address."""
+    with contextlib.suppress(ValueError):
+        if ":" in address and not (ip := ipaddress.IPv6Address(address)).ipv4_mapped:
+            return str(ipaddress.IPv6Network((int(ip), 64), strict=False))
+    return address
 
 
 def _with_headers(send: _Send) -> _Send:

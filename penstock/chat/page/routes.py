@@ -62,9 +62,10 @@ class UsedRoutes:
 
     async def _own(self, request: Request, path: str) -> _Receive:
         """What gives the body again. Raises HTTPException."""
-        body = b""
+        body: bytes | None = None
         if request.method == "POST":
-            body = await _body(request)
+            if (body := await whole_body(request, _MOST_BYTES)) is None:
+                raise HTTPException(413, "more than 64 MiB")
             try:
                 tab = msgspec.json.decode(body, type=_Body).session_hash
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
@@ -79,15 +80,16 @@ class UsedRoutes:
             raise HTTPException(404, "this tab is another's: load the page again")
         while len(self._owners) > _MOST_TABS:
             del self._owners[next(iter(self._owners))]
-        return _again(body, request.receive) if request.method == "POST" else request.receive
+        return request.receive if body is None else _again(body, request.receive)
 
 
-async def _body(request: Request) -> bytes:
+async def whole_body(request: Request, n_bytes_max: int) -> bytes | None:
+    """The body; None where it has more bytes."""
     body = bytearray()
     async for piece in request.stream():
         body += piece
-        if len(body) > _MOST_BYTES:
-            raise HTTPException(413, "more than 64 MiB")
+        if len(body) > n_bytes_max:
+            return None
     return bytes(body)
 
 

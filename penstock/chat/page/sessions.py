@@ -10,11 +10,12 @@ import asyncio
 import hashlib
 import secrets
 import stat
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -128,20 +129,21 @@ def name_of(token: str) -> str:
 
 
 class Attempts:
-    """How often a wrong key may be tried: `most` in `period_s`, from one address and, ten times as often, from all."""
+    """Keys that are tried, by address: one at a time, and more than `most` wrong ones in `period_s` are too many."""
 
     def __init__(self, most: int = 10, period_s: float = 60.0) -> None:
         self._most, self._period_s = most, period_s
-        self._failures: list[tuple[float, str]] = []
+        self._failures: dict[str, deque[float]] = {}
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()
 
-    def wait_s(self, address: str, now: float) -> float:
-        """Seconds until the next may come; 0: it may come now."""
-        self._failures = [each for each in self._failures if now - each[0] < self._period_s]
-        own = [at for at, from_ in self._failures if from_ == address]
-        waits = [own[-self._most]] if len(own) >= self._most else []
-        if len(self._failures) >= self._most * 10:
-            waits.append(self._failures[-self._most * 10][0])
-        return max((at + self._period_s - now for at in waits), default=0.0)
+    def turn(self, address: str) -> asyncio.Lock:
+        """Held while a key from that address is checked."""
+        return self._turns.setdefault(address, asyncio.Lock())
 
-    def failed(self, address: str, now: float) -> None:
-        self._failures = [*self._failures[-self._most * 10 :], (now, address)]
+    def failed(self, address: str, now: float) -> bool:
+        """Count a wrong key; return whether there were too many."""
+        times = self._failures[address] = self._failures.pop(address, deque(maxlen=self._most + 1))
+        times.append(now)
+        if len(self._failures) > _MOST:
+            del self._failures[next(iter(self._failures))]
+        return len(times) > self._most and now - times[0] < self._period_s
