@@ -142,6 +142,21 @@ def test_markdown_gives_back_what_was_said(rows: list[tuple[str, bool]]) -> None
         assert [turn.reasoning for turn in after] == [turn.reasoning for turn in before]
 
 
+def test_a_file_with_many_messages_of_one_role_is_read_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_copied = 0
+
+    def counted(struct: Any, **changes: Any) -> Any:
+        nonlocal n_copied
+        n_copied += sum(len(value) for value in changes.values() if isinstance(value, str | tuple))
+        return replace(struct, **changes)
+
+    monkeypatch.setattr("penstock.chat.files.replace", counted)
+    words = [f"word {index}" for index in range(1000)]
+    (read,) = from_file("".join(f"## assistant\n{word}\n" for word in words).encode(), 1.0)
+    assert [(turn.role, turn.text) for turn in chats.path(read)] == [("user", ""), ("assistant", "\n\n".join(words))]
+    assert n_copied <= len(read.turns["m1"].text)
+
+
 def check(conversation: Conversation) -> None:
     """All that must be true of a tree; `from_json` finds the rest."""
     order = {turn_id: place for place, turn_id in enumerate(conversation.turns)}

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Any, Literal, NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -190,30 +191,29 @@ def _of_messages(rows: list[_Message], now: float, title: str = "") -> Conversat
     """One branch. Messages of one role in a row become one turn; answers of tools are left out."""
     if len(rows) > _TURNS_MAX:
         raise _unsound(f"more than {_TURNS_MAX:,} messages")
-    system = [row.text for row in rows if row.role in ("system", "developer")]
-    turns: list[Turn] = []
-    for row in rows:
-        if row.role not in ("user", "assistant"):
-            continue
-        role: Literal["user", "assistant"] = "user" if row.role == "user" else "assistant"
-        if not turns and role == "assistant":
-            turns.append(Turn("m0", None, "user"))
-        if not turns or turns[-1].role != role:
-            turns.append(Turn(f"m{len(turns)}", turns[-1].id if turns else None, role))
-        last = turns[-1]
-        turns[-1] = replace(
-            last,
-            text="\n\n".join(part for part in (last.text, row.text) if part),
-            images=last.images + row.images,
-            tool_calls=last.tool_calls + row.tool_calls,
-            reasoning=last.reasoning + row.reasoning,
-        )
+    shown = [row for row in rows if row.role in ("user", "assistant")]
+    if shown and shown[0].role == "assistant":
+        shown.insert(0, _Message("user", ""))
+    # All messages of a turn are joined at once: one after the other would take the square of their number.
+    turns = [_turn_of(n, list(group)) for n, (_, group) in enumerate(groupby(shown, lambda row: row.role))]
     digest = hashlib.sha256(msgspec.json.encode(rows)).hexdigest()[:16]  # the same file is the same conversation
     title = title or title_of(next((turn.text for turn in turns if turn.text), ""))
     by_id = {turn.id: turn for turn in turns}
-    settings = Settings(system="\n\n".join(system) or None)
+    settings = Settings(system="\n\n".join(row.text for row in rows if row.role in ("system", "developer")) or None)
     leaf = turns[-1].id if turns else None
     return _sound(Conversation(f"import-{digest}", title, now, now, by_id, leaf, settings))
+
+
+def _turn_of(n: int, rows: list[_Message]) -> Turn:
+    return Turn(
+        f"m{n}",
+        f"m{n - 1}" if n else None,
+        "user" if rows[0].role == "user" else "assistant",
+        text="\n\n".join(row.text for row in rows if row.text),
+        images=tuple(image for row in rows for image in row.images),
+        tool_calls=tuple(call for row in rows for call in row.tool_calls),
+        reasoning="".join(row.reasoning for row in rows),
+    )
 
 
 def _text_and_images(content: str | list[_Part] | None) -> tuple[str, tuple[str, ...]]:
