@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import tracemalloc
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from penstock.gateway.body_fields import replace_field
 from penstock.gateway.request import Request, RequestFacts, UnreadableError, read_facts, read_form_model, read_timeout_s
@@ -97,6 +100,7 @@ def test_model_of_a_form_is_found_wherever_it_stands() -> None:
             for body in (b"", b"preamble\r\n" + MODEL + END, b"\r\n" + MODEL + END, MODEL, MODEL[:-2] + END)
         ),
         *((FORM, part(b"model", value) + END) for value in (b"\xff", b"m" * 5000, b"--xYz", b"a\r\n--xYz b")),
+        (FORM, b"--xYz\r\n\r\nm\r\n" + END),
         (FORM, MODEL + MODEL + END),
         (FORM, MODEL.replace(b"\r\n\r\n", b"\n\n") + END),
         (FORM, MODEL.replace(b"Content", b"X: y\r\n Content") + END),
@@ -121,6 +125,19 @@ def test_model_of_a_form_is_found_wherever_it_stands() -> None:
 def test_forms_that_two_parsers_may_read_in_two_ways_are_refused(kind: bytes, body: bytes) -> None:
     with pytest.raises(UnreadableError):
         read_form_model(kind, body)
+
+
+_PIECES = (b"", b"\r\n", b"\r\n\r\n", b"--", b"--xYz", b"--xYz--", b"name=", b'"', b";", b":", b"m", b"\0")
+
+
+@settings(max_examples=400, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.tuples(st.integers(0, 150), st.integers(0, 20), st.sampled_from(_PIECES)), max_size=5))
+def test_a_malformed_form_is_refused_and_nothing_else_is_raised(changes: list[tuple[int, int, bytes]]) -> None:
+    body = MODEL + part(b"file", b"x", b'; filename="f"') + END
+    for at, n_gone, piece in changes:
+        body = body[:at] + piece + body[at + n_gone :]
+    with contextlib.suppress(UnreadableError):
+        read_form_model(FORM, body)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_without_a_compiler_it_says_what_is_missing(
     assert not list(empty_cache.rglob("*.so"))
 
 
-_GATEWAY = ("accept", "accounting", "http1", "loops", "retry", "wire")
+_GATEWAY = ("accept", "accounting", "http1", "loops", "request", "retry", "wire")
 ESSENTIAL = " ".join(["test_bench_serve.py", *(f"test_gateway_{name}.py" for name in _GATEWAY)])
 
 
