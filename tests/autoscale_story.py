@@ -38,10 +38,7 @@ def live(run: Run, key: str | None = None, timeout_s: float = 60.0, at_two: Call
     at_two()
     for stream in streams:
         stream.check_is_whole()
-    try:
-        until(lambda: number_of(run) == (0, 0), "nobody asks: all replicas end")
-    except AssertionError as exc:
-        raise AssertionError(f"{exc}: {now(run)}, {decisions_of(run)}") from exc
+    until(lambda: number_of(run) == (0, 0), "nobody asks: all replicas end", lambda: f"{now(run)}, {decisions_of(run)}")
     ask(run, key=key)
     # What a controller in a cluster noted reaches this machine a moment later.
     until(lambda: any(row["from"] == 0 for row in decisions_of(run)), "the log has the wake")

@@ -290,10 +290,7 @@ class Namespace:
 
     def wait(self, is_so: Callable[[], object], what: str) -> None:
         """Until it is so; AssertionError with the namespace's pods and events otherwise."""
-        try:
-            until(is_so, what)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.told()}") from None
+        until(is_so, what, self.told)
 
     def told(self) -> str:
         """Pods, events and ends of logs, for messages of failed tests."""

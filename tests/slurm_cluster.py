@@ -88,10 +88,7 @@ class Desk:
         return Run(self.run_path(name))
 
     def wait(self, is_so: Callable[[], object], what: str) -> None:
-        try:
-            until(is_so, what)
-        except AssertionError as exc:
-            raise AssertionError(f"{exc}; {self.said()}") from exc
+        until(is_so, what, self.said)
 
     def event(self, kind: str, text: str = "") -> None:
         """Block until the event is in the log of "one"."""

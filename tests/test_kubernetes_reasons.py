@@ -13,6 +13,7 @@ from kubernetes_cluster import Namespace
 from launching import a_place, call
 from samples import deployment
 from test_kubernetes_target import file_for, up
+from waiting import until
 
 from penstock import targets
 from penstock.spec.deployment import Deployment
@@ -68,10 +69,7 @@ def until_it_says(space: Namespace, name: str, state: str, *parts: str) -> None:
         return placement.state == state and all(part in (placement.reason or "") for part in parts)
 
     said: list[str] = []
-    try:
-        space.wait(is_so, f"{name} is {state}: {parts}")
-    except AssertionError as error:
-        raise AssertionError(f"{said[-1]}\n{error}") from error
+    until(is_so, f"{name} is {state}: {parts}", lambda: f"{said[-1]}\n{space.told()}")
 
 
 def test_a_pod_that_cannot_start_says_why_within_ten_seconds(kubernetes: Namespace) -> None:

@@ -22,8 +22,9 @@ import pytest
 import yaml
 from dashboard_queries import all_queries, queries
 from launching import Place, a_place, call, measured
+from loopback_server import running
 from prometheus_rig import Prometheus
-from trace_collector import TraceCollector, collecting
+from trace_collector import TraceCollector
 from waiting import left_s, until
 
 from penstock import run_folder
@@ -111,8 +112,8 @@ ENGINES = [pytest.param("llamacpp", marks=pytest.mark.llamacpp), pytest.param("v
 
 @pytest.fixture(scope="module")
 def collector() -> Iterator[TraceCollector]:
-    with collecting() as running:
-        yield running
+    with running(TraceCollector()) as collector:
+        yield collector
 
 
 @pytest.fixture(scope="module", params=ENGINES)

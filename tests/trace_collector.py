@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from typing import NamedTuple
 
-from loopback_server import LoopbackHandler, LoopbackServer, running
+from loopback_server import LoopbackHandler, LoopbackServer
 
 
 class Span(NamedTuple):
@@ -37,13 +35,6 @@ class _Handler(LoopbackHandler):
         if self.path == "/v1/traces" and self.headers.get("content-encoding") is None:
             self.server.bodies.append((self.headers["content-type"], body))
         self.send(200)
-
-
-@contextlib.contextmanager
-def collecting() -> Iterator[TraceCollector]:
-    """A collector that runs in a thread."""
-    with running(TraceCollector()) as collector:
-        yield collector
 
 
 def _of_json(body: bytes) -> list[Span]:

@@ -36,14 +36,20 @@ def left_s() -> float:
     return left
 
 
-def until(condition: Callable[[], T], what: str) -> T:
+def until(condition: Callable[[], T], what: str, told: Callable[[], str] | None = None) -> T:
     """Block until the condition is true and return its value.  Raises AssertionError with `what` at the deadline.
 
-    Where there is a log to follow, use `event` or `line`: a condition sees only the moments at which it is read.
+    `told`: what a message of a failure ends with, such as the logs. Where there is a log to follow, use `event` or
+    `line`: a condition sees only the moments at which it is read.
     """
-    while not (value := condition()):
-        assert time.monotonic() < _ENDS_AT, f"expected before the end of the run of tests: {what}"
-        time.sleep(_LOOK_EVERY_S)
+    try:
+        while not (value := condition()):
+            assert time.monotonic() < _ENDS_AT, f"expected before the end of the run of tests: {what}"
+            time.sleep(_LOOK_EVERY_S)
+    except AssertionError as error:
+        if told is None:
+            raise
+        raise AssertionError(f"{error}\n{told()}") from error
     return value
 
 
