@@ -21,7 +21,7 @@ from penstock.models.sources import Listing, RemoteFile, Source
 from penstock.spec.blocks import Cloudera
 from penstock.spec.deployment import Deployment
 from penstock.targets import waiting
-from penstock.targets.cloudera import checks, folder, inside, names, session
+from penstock.targets.cloudera import checks, folder, inside, names, placing, session, words
 from penstock.targets.cloudera.api import Workbench
 from penstock.targets.cloudera.bodies import Judge
 from penstock.targets.code_archive import code_archive
@@ -197,6 +197,26 @@ def test_the_fake_refuses_what_its_description_does_not_have(there: fake.Workben
     workbench.run_job(job["id"])
     with pytest.raises(HttpError, match="has an active run"):
         workbench.run_job(job["id"])
+
+
+def test_a_job_that_another_command_starts_first_keeps_that_run(
+    there: fake.Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (there.pods.folder / "a.py").touch()
+    workbench, loads = connected(there), there.workloads
+    job, runs = workbench.create_job(body_of_job())["id"], workbench.runs
+
+    def runs_before_that(job: str) -> list[Any]:
+        monkeypatch.setattr(workbench, "runs", runs)
+        rows = runs(job)
+        loads.run_job(job, {})
+        return rows
+
+    monkeypatch.setattr(workbench, "runs", runs_before_that)
+    row = placing._active_run(workbench, job)
+    assert [row["id"]] == list(loads.runs)
+    skipped = {"status": "ENGINE_SKIPPED", "scheduling_at": "2099-01-01T00:00:00Z"}
+    assert words.active([row, skipped]) == row and words.active([skipped]) is None
 
 
 # ---- what is left ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from samples import deployment
 from penstock import targets
 from penstock.errors import Finding, PenstockError
 from penstock.spec.deployment import Deployment
-from penstock.targets.cloudera import answers, findings, measuring, names
+from penstock.targets.cloudera import findings, measuring, names
 from penstock.targets.cloudera.findings import Grace, Note, Reading, Stream
 from penstock.testing.fake_workbench.server import PROJECT, Workbench
 from penstock.text import GIB, MIB
@@ -113,19 +113,19 @@ def test_answers_are_kept_and_warn_a_start_that_they_concern(podless: Workbench,
     connected = targets.load("cloudera")._connected(names.block_of(file({"workbench": podless.url})))  # type: ignore[attr-defined]
     notes, cut = {part: note(part, NO_ANSWER) for part in PARTS}, Stream(200, 0.1, 30.0)
     reading = Reading(notes, dict.fromkeys(PARTS, "placed"), cut, cut, 40.0, Grace(0.5, False))
-    assert answers.warnings(connected, file()) == ()
-    answers.keep(connected, file(), reading, 0.0)
-    network, proxy = answers.warnings(connected, file())
+    assert measuring.warnings(connected, file()) == ()
+    measuring.keep(connected, file(), reading, 0.0)
+    network, proxy = measuring.warnings(connected, file())
     assert network.startswith("`doctor` found on 19") and "Set cloudera.nodes: workers" in network
     assert ": a stream is cut after 30.0 s. Ask an administrator" in proxy
-    assert answers.warnings(connected, file({"nodes": "workers"})) == (proxy,), "workers were not measured"
-    assert answers.warnings(connected, file({"public": True})) == (network,), "nor an address without a login"
+    assert measuring.warnings(connected, file({"nodes": "workers"})) == (proxy,), "workers were not measured"
+    assert measuring.warnings(connected, file({"public": True})) == (network,), "nor an address without a login"
     partial = msgspec.structs.replace(reading, notes={})
-    answers.keep(connected, file(), partial, 0.0)
-    assert len(answers.warnings(connected, file())) == 2, "pods that got no machine answer nothing"
+    measuring.keep(connected, file(), partial, 0.0)
+    assert len(measuring.warnings(connected, file())) == 2, "pods that got no machine answer nothing"
     fine = msgspec.structs.replace(reading, notes={part: note(part) for part in PARTS}, talking=PASSED, silent=PASSED)
-    answers.keep(connected, file(), fine, 0.0)
-    assert answers.warnings(connected, file()) == ()
+    measuring.keep(connected, file(), fine, 0.0)
+    assert measuring.warnings(connected, file()) == ()
 
 
 # ---- without pods ----------------------------------------------------------------------------------------------------

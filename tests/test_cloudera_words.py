@@ -20,7 +20,7 @@ from penstock.run_folder import Launch
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment
 from penstock.targets import Placement
-from penstock.targets.cloudera import logs, names, session, words, workloads
+from penstock.targets.cloudera import names, session, view, words, workloads
 from penstock.targets.cloudera.relay import Relay, Upstream, forwarded_head
 from penstock.targets.cloudera.words import NodeRun, PodNote
 from penstock.targets.cloudera.workloads import Choices
@@ -234,7 +234,7 @@ def test_an_answer_passes_unchanged_and_no_answer_or_a_login_of_the_workbench_is
 
 
 def test_lines_of_several_nodes_are_told_apart_and_a_begun_line_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "_LOOK_S", 0.0)
+    monkeypatch.setattr(view, "_LOOK_S", 0.0)
     data = {0: b"one\ntw", 1: None}
     looks = iter(range(9))
 
@@ -245,8 +245,8 @@ def test_lines_of_several_nodes_are_told_apart_and_a_begun_line_waits(monkeypatc
         return look == 3
 
     reads = [lambda: data[0], lambda: data[1]]
-    assert list(logs.lines(reads, True, None, is_over)) == ["one", "two", "n1: here"]
+    assert list(view.log_lines(reads, True, None, is_over)) == ["one", "two", "n1: here"]
     data[0] = b"again"
-    assert list(logs.lines(reads, False, None, is_over)) == ["again", "n1: here"]
-    assert list(logs.lines(reads, False, 1, is_over)) == ["n1: here"]
-    assert list(logs.lines(reads, False, 0, is_over)) == []
+    assert list(view.log_lines(reads, False, None, is_over)) == ["again", "n1: here"]
+    assert list(view.log_lines(reads, False, 1, is_over)) == ["n1: here"]
+    assert list(view.log_lines(reads, False, 0, is_over)) == []

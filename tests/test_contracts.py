@@ -35,8 +35,8 @@ from penstock.paths import home
 from penstock.run_folder import Launch, Run, create, replica
 from penstock.targets import Target, waiting
 from penstock.targets.cloudera import folder
-from penstock.targets.cloudera import logs as logs_of_pods
 from penstock.targets.cloudera import target as cloudera
+from penstock.targets.cloudera import view as view_of_pods
 from penstock.targets.kubernetes import placing, view
 from penstock.targets.kubernetes import target as kubernetes
 from penstock.targets.kubernetes.api import Api
@@ -145,7 +145,7 @@ def workbench_here(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ask_here(made, monkeypatch, clock)
         monkeypatch.setattr(made.workloads, "_answers", lambda application: True)
         monkeypatch.setattr(folder, "send_code", lambda *_: None)  # a zip of all of penstock
-        for module in (cloudera, logs_of_pods):
+        for module in (cloudera, view_of_pods):
             monkeypatch.setattr(module, "time", clock)
         yield made
 

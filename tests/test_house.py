@@ -40,7 +40,7 @@ ROOMS = {
     "targets/slurm/": (1525, 1100),
     "targets/ray/": (1234, 960),
     "targets/kubernetes/": (6025, 3400),
-    "targets/cloudera/": (4193, 2390),
+    "targets/cloudera/": (4192, 2390),
     "targets/vessl/": (2089, 1020),
     "gateway/": (4003, 2560),
     "gateway/accounting/": (2802, 2030),

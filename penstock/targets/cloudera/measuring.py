@@ -7,6 +7,7 @@ also when `doctor` is interrupted; what a killed one leaves, the next one and `c
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.client
 import random
 import secrets
@@ -14,15 +15,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
+from penstock import paths
 from penstock.errors import Finding, PenstockError
 from penstock.models import sources
 from penstock.spec.deployment import Deployment
-from penstock.targets.cloudera import answers, findings, folder, names, placing, words
+from penstock.targets.cloudera import findings, folder, names, placing, words
 from penstock.targets.cloudera.api import Object, Workbench, application_url
 from penstock.targets.cloudera.findings import Note, Reading, Stream
 from penstock.targets.cloudera.names import block_of
@@ -33,6 +36,16 @@ from penstock.wire.answers import HttpError
 from penstock.wire.client import tls_context
 
 Say = Callable[[str], None]
+
+
+class Answers(msgspec.Struct, frozen=True):
+    """What was measured of a project, kept for later starts. `is_public`: the application that answered was without
+    a login. `at`: Unix seconds."""
+
+    at: float
+    is_public: bool
+    reading: Reading
+
 
 APPLICATION, NODES = "application", ("job-0", "job-1")
 START_S, STREAM_S, ANSWER_S = 240.0, 40.0, 60.0
@@ -58,7 +71,7 @@ def measure(
         reading = probe.read()
     finally:
         remove(workbench, own)
-    answers.keep(workbench, deployment, reading, time.time())
+    keep(workbench, deployment, reading, time.time())
     return [*refusals, *findings.of_reading(reading, deployment, download_bytes)]
 
 
@@ -267,3 +280,39 @@ def lost(workbench: Workbench) -> dict[str, int]:
 def remove_lost(workbench: Workbench) -> None:
     for own in lost(workbench):
         remove(workbench, own)
+
+
+# ---- kept for later starts -------------------------------------------------------------------------------------------
+
+
+def keep(workbench: Workbench, deployment: Deployment, reading: Reading, now: float) -> None:
+    """In place of earlier ones, unless pods got no machine. `now`: Unix seconds."""
+    if reading.notes.keys() != reading.lives.keys():
+        return
+    path = _kept(workbench)
+    with contextlib.suppress(OSError):  # the next start is then not warned
+        path.parent.mkdir(parents=True, exist_ok=True)
+        paths.write_atomically(path, msgspec.json.encode(Answers(now, block_of(deployment).public, reading)))
+
+
+def warnings(workbench: Workbench, deployment: Deployment) -> tuple[str, ...]:
+    """What of it makes trouble for this deployment; of pods and addresses of another kind nothing is known."""
+    try:
+        kept = msgspec.json.decode(_kept(workbench).read_bytes(), type=Answers)
+    except (OSError, msgspec.MsgspecError):  # there is none, or of another version
+        return ()
+    block, reading = block_of(deployment), kept.reading
+    checks = {"network"} if block.nodes == f"{reading.what}s" else set[str]()
+    checks |= {"proxy"} if block.public == kept.is_public else set()
+    day = time.strftime("%Y-%m-%d", time.localtime(kept.at))
+    rows = findings.of_reading(reading, deployment, None)
+    return tuple(
+        f"`doctor` found on {day}: {row.found}. {row.cure or ''}".strip()
+        for row in rows
+        if row.check in checks and row.state != "ok"
+    )
+
+
+def _kept(workbench: Workbench) -> Path:
+    key = hashlib.sha256(f"{workbench.url} {workbench.project_id}".encode()).hexdigest()[:12]
+    return paths.home() / "workbenches" / f"{key}.json"

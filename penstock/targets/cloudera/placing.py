@@ -12,6 +12,7 @@ from penstock.run_folder import Handle, Run, Unit, order, unit_of
 from penstock.targets.cloudera import folder, names, session, weights, words, workers, workloads
 from penstock.targets.cloudera.api import Object, Workbench
 from penstock.targets.waiting import wait
+from penstock.wire.answers import HttpError
 from penstock.wire.client import Client
 
 TARGET = "cloudera"
@@ -229,8 +230,7 @@ def _start_replica(
             job = jobs.get(title) or workbench.create_job(
                 {"name": title, **workloads.instance(template, unit.name, rank)}
             )
-            active = words.newest(workbench.runs(str(job["id"]))) if title in jobs else None
-            row = active if active is not None and words.life(active) != "gone" else workbench.run_job(str(job["id"]))
+            row = _active_run(workbench, str(job["id"]))
             pairs[rank] = [str(job["id"]), str(row["id"])]
             started.append((str(job["id"]), str(row["id"])))
     except PenstockError:
@@ -239,6 +239,19 @@ def _start_replica(
                 workbench.stop_run(job_id, run_id)
         raise
     return {"jobs": [pairs[rank] for rank in sorted(pairs)]}
+
+
+def _active_run(workbench: Workbench, job: str) -> Object:
+    """The active run of a job, or a new one; another command that places the same may start it first."""
+    row = words.active(workbench.runs(job))
+    if row is None:
+        try:
+            row = workbench.run_job(job)
+        except HttpError:
+            row = words.active(workbench.runs(job))
+            if row is None:
+                raise
+    return row
 
 
 def _end_replicas(workbench: Workbench, run: Run, leaving: Mapping[str, Mapping[str, Any]], is_inside: bool) -> None:

@@ -35,11 +35,9 @@ from penstock.spec.blocks import Cloudera
 from penstock.spec.deployment import Deployment
 from penstock.targets import Adopted, Placement, Target, Tunnel, machines_of_file
 from penstock.targets.cloudera import (
-    answers,
     checks,
     ending,
     folder,
-    logs,
     measuring,
     names,
     placing,
@@ -89,7 +87,7 @@ class ClouderaAi(Target):
 
     def _examined(self, workbench: Workbench, deployment: Deployment) -> tuple[list[Problem], workloads.Choices]:
         problems, choices = checks.examine(workbench, deployment)
-        notes = (*choices.notes, *answers.warnings(workbench, deployment))
+        notes = (*choices.notes, *measuring.warnings(workbench, deployment))
         return problems, msgspec.structs.replace(choices, notes=notes)
 
     def warnings(self, deployment: Deployment) -> tuple[str, ...]:
@@ -159,7 +157,7 @@ class ClouderaAi(Target):
         else:
             workbench = self._workbench_of(run)
             reads = [lambda part=part: folder.log_bytes(workbench, run, part) for part in parts]
-        return logs.lines(reads, follow, last, run.is_ended)
+        return view.log_lines(reads, follow, last, run.is_ended)
 
     # ---- the run folder ----------------------------------------------------------------------------------------------
 

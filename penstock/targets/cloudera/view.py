@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -17,6 +18,10 @@ from penstock.targets.cloudera.api import Object, Workbench
 from penstock.targets.cloudera.words import NodeRun, PodNote
 from penstock.targets.cloudera.workers import Worker
 
+# The whole bytes of one log, since the API of files gives only that; None while there is none.
+Read = Callable[[], bytes | None]
+
+_LOOK_S = 1.5
 _ASK_WHY_S = 30.0  # a run that waits for longer may have a reason
 _LAST_BYTES = 64 * 1024 * 1024
 _ORDERED = Worker("scheduling")  # the launcher has not read the handle yet
@@ -34,14 +39,16 @@ def look(workbench: Workbench, run: Run) -> dict[Unit, Placement]:
         if unit.kind == "replica" and "workers" in entry:
             if launched is None:
                 launched = workers.look(workbench, run, placing.find_gateway(workbench, run))
-            placements[unit] = _replica_of_workers(workbench, run, unit, entry, launched)
+            nodes = [launched.get(name, _ORDERED) for name in entry["workers"]]
+            placements[unit] = _replica(workbench, run, unit, [(node.row, node.reason) for node in nodes], "worker")
             continue
         if unit.kind == "replica" and not entry.get("jobs"):
             waiting = weights.placement(workbench, run) if waiting is None else waiting
             placements[unit] = waiting
             continue
         if unit.kind == "replica":
-            placements[unit] = _replica(workbench, run, unit, entry)
+            runs = [workbench.job_run(*pair) for pair in entry["jobs"]]
+            placements[unit] = _replica(workbench, run, unit, [(row, _failure(workbench, row)) for row in runs], "job")
             continue
         application = entry["application"]  # None: it was not created yet
         if application not in rows:
@@ -51,26 +58,17 @@ def look(workbench: Workbench, run: Run) -> dict[Unit, Placement]:
     return placements
 
 
-def _replica(workbench: Workbench, run: Run, unit: Unit, entry: Mapping[str, Any]) -> Placement:
+def _replica(
+    workbench: Workbench, run: Run, unit: Unit, rows: Iterable[tuple[Object | None, str | None]],
+    what: Literal["job", "worker"],
+) -> Placement:  # fmt: skip
+    """`rows`: the run of each node, and why it failed or waits. `what`: a node is."""
     template = msgspec.json.decode(run.artifact().files[names.NODE])
     nodes = {}
-    for rank, (job, job_run) in enumerate(entry["jobs"]):
-        row = workbench.job_run(job, job_run)
+    for rank, (row, why) in enumerate(rows):
         note = pod_note(workbench, run, names.node_part(unit.name, rank), row)
-        nodes[rank] = NodeRun(row, note, _failure(workbench, row), template["memory"])
-    return words.placement_of_replica(nodes)
-
-
-def _replica_of_workers(
-    workbench: Workbench, run: Run, unit: Unit, entry: Mapping[str, Any], launched: Mapping[str, Worker]
-) -> Placement:
-    template = msgspec.json.decode(run.artifact().files[names.NODE])
-    nodes = {}
-    for rank, name in enumerate(entry["workers"]):
-        worker = launched.get(name, _ORDERED)
-        note = pod_note(workbench, run, names.node_part(unit.name, rank), worker.row)
-        nodes[rank] = NodeRun(worker.row, note, worker.reason, template["memory"])
-    return words.placement_of_replica(nodes, "worker")
+        nodes[rank] = NodeRun(row, note, why, template["memory"])
+    return words.placement_of_replica(nodes, what)
 
 
 def _failure(workbench: Workbench, row: Object | None) -> str | None:
@@ -111,3 +109,27 @@ def log_here(run: Run, part: str) -> bytes | None:
             return stream.read()
     except OSError:
         return None
+
+
+def log_lines(reads: Sequence[Read], follow: bool, last: int | None, is_over: Callable[[], bool]) -> Iterator[str]:
+    """Lines of all logs, those of the second and later ones with "n1: " in front; `is_over` ends a followed one."""
+    ends = [0] * len(reads)
+    first = [_new_lines(rank, read, ends, is_whole=not follow) for rank, read in enumerate(reads)]
+    kept = list(itertools.chain.from_iterable(first))
+    yield from kept if last is None else kept[-last:] if last else []
+    while follow and not is_over():
+        time.sleep(_LOOK_S)
+        for rank, read in enumerate(reads):
+            yield from _new_lines(rank, read, ends, is_whole=False)
+
+
+def _new_lines(rank: int, read: Read, ends: list[int], is_whole: bool) -> list[str]:
+    """What was written since the last look; `is_whole`: the line that is begun too."""
+    data = read() or b""
+    if len(data) < ends[rank]:  # it was begun again
+        ends[rank] = 0
+    new = data[ends[rank] :]
+    cut = len(new) if is_whole else new.rfind(b"\n") + 1
+    ends[rank] += cut
+    front = f"n{rank}: " if rank else ""
+    return [f"{front}{line}" for line in new[:cut].decode("utf-8", "replace").splitlines()]

@@ -28,6 +28,7 @@ from penstock.run_folder import Launch, Run
 from penstock.targets import Placement
 from penstock.targets.cloudera import names, session, words, workloads
 from penstock.targets.cloudera.api import Object, Workbench
+from penstock.wire.answers import HttpError
 
 _KEPT = "weights"  # of penstock's home: a note for each model that is there
 _REPORT = f"{names.PODS}/fetch.json"  # of the run folder
@@ -82,7 +83,12 @@ def bring(workbench: Workbench, run: Run) -> Look:
         if job is None:
             body = workloads.instance(run.artifact().files[names.WEIGHTS], "", 0)
             job = workbench.create_job({"name": title, **body})
-        workbench.run_job(str(job["id"]))
+        try:
+            workbench.run_job(str(job["id"]))
+        except HttpError:
+            found = look(workbench, run)  # another command may have started it first
+            if found.is_due:
+                raise
     return found
 
 
@@ -94,7 +100,7 @@ def look(workbench: Workbench, run: Run) -> Look:
         return Look("there")
     job = _job(workbench, names.workload(run.name, run.record().id, names.WEIGHTS_PART))
     rows = workbench.runs(str(job["id"])) if job is not None else []
-    row = words.newest(rows)
+    row = words.active(rows) or words.newest(rows)
     if row is None:
         return Look("coming", "the job that fetches them starts", is_due=True)
     report = _report(read(workbench, run, f"{names.run_path(run.name)}/{_REPORT}"))

@@ -132,6 +132,11 @@ def newest(runs: Sequence[Object]) -> Object | None:
     return max(runs, key=lambda row: time_of(row.get("scheduling_at") or row.get("created_at")) or 0.0, default=None)
 
 
+def active(runs: Sequence[Object]) -> Object | None:
+    """The run of a job that is not over. It need not be the newest: a run that found another active was skipped."""
+    return newest([row for row in runs if life(row) != "gone"])
+
+
 def time_of(text: object) -> float | None:
     """The API's time, "2026-11-22T18:00:00Z"."""
     try:
