@@ -26,9 +26,9 @@ from penstock.hardware import catalog
 from penstock.planner import Need, Plan
 from penstock.run_folder import Launch
 from penstock.spec.deployment import Deployment, Parallel
-from penstock.targets.kubernetes import archive, gpus, pods, replicas
+from penstock.targets.kubernetes import gpus, pods, replicas
 from penstock.targets.kubernetes.objects import Object
-from penstock.targets.kubernetes.strategic_merge import merged
+from penstock.targets.kubernetes.pods import merged
 from penstock.text import GIB
 
 H100 = {"gpu": "h100-sxm", "gpus_per_node": 8}
@@ -116,7 +116,7 @@ def test_a_disruption_budget_counts_first_pods_and_never_blocks_every_drain() ->
 
 def test_names_of_a_deployment_with_forty_characters_are_legal() -> None:
     wanted = file("a" * 40, replicas=2)
-    made = [archive.config_map(wanted, archive.archive()), *replicas.shared_objects(launch(), wanted), the_set(wanted)]
+    made = [pods.code_map(wanted, pods.archive()), *replicas.shared_objects(launch(), wanted), the_set(wanted)]
     names = [one["metadata"]["name"].replace("{replica}", "9999") for one in made]
     assert max(map(len, names)) <= 63
     # A StatefulSet's name and a hash of ten characters are a label of its pods, and "-15" ends a pod's name.
@@ -164,12 +164,12 @@ def test_cards_outside_the_table_are_read_from_what_feature_discovery_says() -> 
 
 
 def test_the_archive_is_small_whole_and_the_same_each_time() -> None:
-    code = archive.archive()
-    assert len(code.data) + len(code.prepare) < archive.MOST_BYTES
+    code = pods.archive()
+    assert len(code.data) + len(code.prepare) < pods.MOST_BYTES
     names = zipfile.ZipFile(io.BytesIO(bz2.decompress(code.data))).namelist()
     assert {"penstock/node/__main__.py", "penstock/hardware/data/gpus.yaml"} <= {*names}
     assert not [name for name in names if "demo_model" in name or name.endswith((".so", ".pyc"))]
-    config_map = archive.config_map(file(), code)
+    config_map = pods.code_map(file(), code)
     assert base64.b64decode(config_map["binaryData"]["penstock.zip.bz2"]) == code.data
     assert config_map["metadata"]["name"] == f"llama-code-{code.hash}"
 
@@ -181,12 +181,12 @@ def test_the_archive_is_small_whole_and_the_same_each_time() -> None:
 def script() -> Any:
     """prepare.py as a module, from the text that the ConfigMap has."""
     module = types.ModuleType("prepare")
-    exec(compile(archive.archive().prepare, "prepare.py", "exec"), module.__dict__)
+    exec(compile(pods.archive().prepare, "prepare.py", "exec"), module.__dict__)
     return module
 
 
 def test_prepare_unpacks_the_code_and_makes_a_run_folder_with_safe_modes(script: Any, tmp_path: Path) -> None:
-    stream, package = io.BytesIO(), tmp_path / archive.FILE
+    stream, package = io.BytesIO(), tmp_path / pods.FILE
     with zipfile.ZipFile(stream, "w") as whole:
         whole.writestr("penstock/node/__main__.py", "")
     package.write_bytes(bz2.compress(stream.getvalue()))
@@ -220,7 +220,7 @@ def test_prepare_says_what_an_image_lacks(
 
 
 def test_prepare_needs_only_the_standard_library() -> None:
-    tree = ast.parse(archive.archive().prepare)
+    tree = ast.parse(pods.archive().prepare)
     names = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name.partition(".")[0] for name in names} <= {*sys.stdlib_module_names}

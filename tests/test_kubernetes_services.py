@@ -54,6 +54,42 @@ def test_a_chat_page_is_placed_where_the_file_asks_for_one() -> None:
     assert Kubernetes().placed(cluster(ui=True)) == ("replica", "gateway", "controller", "ui")
 
 
+def test_the_controller_changes_objects_of_its_own_names_alone() -> None:
+    rules = services.role(cluster(), 0)["rules"]
+    unnamed = {(rule["resources"][0], verb) for rule in rules if "resourceNames" not in rule for verb in rule["verbs"]}
+    assert {pair for pair in unnamed if pair[1] not in ("list", "create")} == {
+        *(("pods", "get"), ("pods", "delete"), ("pods/log", "get")),
+    }
+    assert all(name.startswith("llm-") for rule in rules for name in rule.get("resourceNames", ()))
+    assert "llm-r79" in str(services.role(cluster(), 40)), "all of 40 that drain, and the next 40"
+
+
+@pytest.mark.parametrize(("monitors", "froms"), [("none", 1), ("annotations", 1), ("google", 2), ("operator", 2)])
+def test_engines_take_requests_from_the_gateway_and_from_the_prometheus_that_asks_them(
+    monitors: Any, froms: int
+) -> None:
+    rows = traffic.exposed(cluster(), False, monitors)
+    (spec,) = [row["spec"] for row in rows if row["metadata"]["name"] == "llm-nodes"]
+    requests, ranks = spec["ingress"]
+    assert len(requests["from"]) == froms and [port["port"] for port in requests["ports"]] == [8000]
+    assert "replica" in str(ranks["from"]) and len(ranks["from"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "access", "reaches_out"),
+    [(None, "ReadWriteMany", False), (None, "ReadWriteOnce", True), ("pvc:a", "ReadWriteMany", False),
+     ("image:a", "ReadWriteMany", False), ("gs://a", "ReadWriteMany", True), ("s3://a/b", "ReadWriteMany", True),
+     ("pod", "ReadWriteMany", True)],
+)  # fmt: skip
+def test_engines_that_need_no_network_for_their_weights_get_none(weights: str, access: str, reaches_out: bool) -> None:
+    wanted = deployment(
+        name="llm", model="org/model", target="kubernetes", cache={"weights": weights},
+        kubernetes={"storage_access": access},
+    )  # fmt: skip
+    (spec,) = [row["spec"] for row in traffic.exposed(wanted) if row["metadata"]["name"] == "llm-nodes"]
+    assert ("egress" in spec, "Egress" in spec["policyTypes"]) == 2 * (not reaches_out,)
+
+
 @pytest.mark.parametrize("is_google", [False, True])
 def test_hpa_reads_the_gauge_from_an_adapter_which_google_has(is_google: bool) -> None:
     wanted = deployment(target="kubernetes", replicas={"min": 1, "max": 4, "actuator": "hpa"})

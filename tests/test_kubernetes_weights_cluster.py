@@ -23,7 +23,7 @@ from penstock.models import files
 from penstock.planner import Plan
 from penstock.run_folder import Run
 from penstock.spec.deployment import Deployment
-from penstock.targets.kubernetes import archive, pods, weights
+from penstock.targets.kubernetes import pods, weights
 from penstock.targets.kubernetes.objects import Object
 
 pytestmark = [pytest.mark.hosts, pytest.mark.xdist_group("kubernetes")]
@@ -98,7 +98,7 @@ def hub(kubernetes: Namespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_a_job_fills_the_claim_once_and_pods_wait_for_it(kubernetes: Namespace, hub: HubServer) -> None:
     one, other = file("one", hub), file("other", hub)
     claim, job = weights.objects_of(one, plan())
-    kubernetes.apply(*(archive.config_map(wanted, archive.archive()) for wanted in (one, other)), claim, reader(one))
+    kubernetes.apply(*(pods.code_map(wanted, pods.archive()) for wanted in (one, other)), claim, reader(one))
     waiting = kubernetes.pod("reader")
     kubernetes.wait(lambda: waits(waiting), "the reader waits")
     assert waiting.log("weights").splitlines()[0].endswith("weights: not begun")
@@ -117,7 +117,7 @@ def test_a_job_fills_the_claim_once_and_pods_wait_for_it(kubernetes: Namespace, 
 @pytest.mark.nightly
 def test_the_pod_fetches_itself_into_a_claim_for_one_node(kubernetes: Namespace, hub: HubServer) -> None:
     wanted = file("one", hub, storage_access="ReadWriteOnce")
-    kubernetes.apply(archive.config_map(wanted, archive.archive()), *weights.objects_of(wanted, plan()))
+    kubernetes.apply(pods.code_map(wanted, pods.archive()), *weights.objects_of(wanted, plan()))
     for name in ("reader", "again"):
         kubernetes.apply(reader(wanted, name))
         kubernetes.wait(functools.partial(has_ended, kubernetes.pod(name)), f"{name} has read")

@@ -10,7 +10,7 @@ import pytest
 from kubernetes_goldens import cases, kept, sections
 
 from penstock.targets import Placement
-from penstock.targets.kubernetes import scheduling, words
+from penstock.targets.kubernetes import reasons, words
 from penstock.targets.kubernetes.objects import REVISION, Object
 from penstock.wire.announcement import Restart
 
@@ -84,7 +84,7 @@ NEEDS = {"nvidia.com/gpu": "4", "cpu": "16", "memory": "64Gi"}
 @pytest.mark.parametrize(("message", "expected"), cases("scheduler.txt"))
 def test_the_schedulers_message_becomes_words(message: str, expected: str) -> None:
     """Messages of Kubernetes 1.20, 1.24 to 1.34, and 1.35."""
-    assert scheduling.unschedulable_in_words(message, NEEDS) == expected
+    assert reasons.unschedulable_in_words(message, NEEDS) == expected
 
 
 UNSCHEDULED = {"type": "PodScheduled", "status": "False"}

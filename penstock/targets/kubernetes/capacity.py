@@ -18,7 +18,7 @@ from penstock.planner.engine_versions import NEWEST
 from penstock.spec.deployment import Deployment
 from penstock.targets.kubernetes import gpus, objects, replicas
 from penstock.targets.kubernetes.objects import Object, block_of
-from penstock.targets.kubernetes.strategic_merge import merged
+from penstock.targets.kubernetes.pods import merged
 from penstock.text import GIB, MIB, show_bytes
 
 _UNITS = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}

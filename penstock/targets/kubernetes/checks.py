@@ -16,10 +16,11 @@ from penstock.hardware import Machine
 from penstock.spec.deployment import Deployment, Observe, Ui
 from penstock.spec.secret_names import secret_names
 from penstock.targets import machines_of_file
-from penstock.targets.kubernetes import capacity, objects, quota, rights, scaling, traffic, weights
+from penstock.targets.kubernetes import capacity, gpus, objects, rights, scaling, traffic, weights
 from penstock.targets.kubernetes.api import Api, ApiError
 from penstock.targets.kubernetes.objects import INSTANCE, MANAGED_BY, MANAGER, Object, block_of
-from penstock.targets.kubernetes.strategic_merge import merged
+from penstock.targets.kubernetes.pods import merged
+from penstock.text import show_bytes
 
 _OLDEST = (1, 20)
 _IMAGE_VOLUMES = (1, 31)  # https://kubernetes.io/docs/tasks/configure-pod-container/image-volumes/
@@ -384,11 +385,64 @@ def _node_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
     yield from faults
 
 
+# ---- quotas and limits ----------------------------------------------------------------------------------------------
+
+
+def _quota_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
+    """What a ResourceQuota leaves, against what the replicas request; what this deployment has counts as left."""
+    needs = _requested(deployment)
+    quotas = api.list("ResourceQuota")
+    ours = api.list("Pod", {INSTANCE: deployment.name}) if quotas else []
+    alive = [pod for pod in ours if pod.get("status", {}).get("phase") != "Failed"]
+    held = [capacity.pod_requests(pod) | {"pods": 1.0} for pod in alive]
+    for quota in quotas:
+        if quota["spec"].get("scopes") or quota["spec"].get("scopeSelector"):
+            continue  # for certain pods only
+        status = quota.get("status") or {}
+        for key, limit in (status.get("hard") or quota["spec"].get("hard") or {}).items():
+            resource = key.removeprefix("requests.").removeprefix("limits.")
+            need, own = needs.get(resource, 0.0), sum(row.get(resource, 0.0) for row in held)
+            left = capacity.quantity(limit) - capacity.quantity((status.get("used") or {}).get(key, "0")) + own
+            if need > left:
+                words = f'quota "{quota["metadata"]["name"]}" leaves {_amount(resource, left)} of {limit} {key}'
+                hint = "fewer replicas, another namespace, or ask for more"
+                yield Problem("kubernetes.namespace", f"{words}, and {_amount(resource, need)} are needed", hint)
+
+
+def _requested(deployment: Deployment) -> dict[str, float]:
+    """Of all replicas together, by resource; pods with those of gateway, controller and chat page."""
+    hardware, block = deployment.hardware, block_of(deployment)
+    n_pods = deployment.replicas.first * hardware.nodes
+    n_cpus, n_bytes = capacity.pod_needs(deployment)
+    each = {gpus.RESOURCE: float(hardware.gpus_per_node or 0), "cpu": n_cpus, "memory": n_bytes}
+    n_pods_more = block.gateways + (1 if deployment.chat_page is None else 2)
+    return {name: n_pods * value for name, value in each.items()} | {"pods": float(n_pods + n_pods_more)}
+
+
+def _amount(resource: str, value: float) -> str:
+    return show_bytes(value) if resource == "memory" else f"{value:g}"
+
+
+def _limit_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
+    """https://kubernetes.io/docs/concepts/policy/limit-range/"""
+    n_cpus, n_bytes = capacity.pod_needs(deployment)
+    n_gpus = float(deployment.hardware.gpus_per_node or 0)
+    fields = {"cpu": ("kubernetes.cpus_per_node", n_cpus), "memory": ("kubernetes.memory", n_bytes)}
+    fields[gpus.RESOURCE] = ("hardware.gpus_per_node", n_gpus)
+    for row in api.list("LimitRange"):
+        for limit in row["spec"].get("limits", ()):
+            for resource, most in (limit.get("max") or {}).items():
+                path, need = fields.get(resource, ("", 0.0))
+                if limit["type"] in ("Container", "Pod") and need > capacity.quantity(most):
+                    words = f'{_amount(resource, need)} a pod, but LimitRange "{row["metadata"]["name"]}" allows {most}'
+                    yield Problem(path, words)
+
+
 _Check = Callable[[Api, Deployment], Iterator[Problem]]
 _OF_CLUSTER: tuple[_Check, ...] = (_kind_problems, _class_problems, _node_problems)
 _OF_NAMESPACE: tuple[_Check, ...] = (
     *(_right_problems, _owner_problems, _actuator_problems, _secret_problems, _storage_problems),
-    *(_security_problems, quota.problems, quota.limit_problems),
+    *(_security_problems, _quota_problems, _limit_problems),
 )
 
 

@@ -14,7 +14,7 @@ import msgspec
 from penstock.run_folder import Artifact, Launch
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment
-from penstock.targets.kubernetes import archive, monitoring, objects, replicas, scaling, services, traffic, weights
+from penstock.targets.kubernetes import monitoring, objects, pods, replicas, scaling, services, traffic, weights
 from penstock.targets.kubernetes.objects import Object
 
 MANIFESTS, REPLICA = "manifests.yaml", "replica.yaml"
@@ -85,10 +85,10 @@ def _shared_objects(
     anchor["metadata"]["annotations"] = {objects.CONFIG: files[objects.CONFIG_FILE]}
     return [
         anchor,
-        archive.config_map(deployment, archive.archive()),
+        pods.code_map(deployment, pods.archive()),
         *weights.objects_of(deployment, plan),
         *replicas.shared_objects(launch, deployment, storage),
-        *traffic.exposed(deployment, cluster.is_gke),
+        *traffic.exposed(deployment, cluster.is_gke, cluster.monitors),
         *monitoring.monitors(deployment, cluster.monitors),
         *services.gateway(deployment, plan, cluster.monitors),
         *services.controller(deployment, plan),

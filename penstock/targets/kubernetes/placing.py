@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from penstock import paths
 from penstock.errors import PenstockError
 from penstock.run_folder import Run, Unit, replica, unit_of
-from penstock.targets.kubernetes import folder, manifests, objects, scaling, weights, words
+from penstock.targets.kubernetes import folder, manifests, objects, scaling, services, weights, words
 from penstock.targets.kubernetes.api import Api, ApiError
 from penstock.targets.kubernetes.objects import Object, block_of
 from penstock.targets.kubernetes.view import SETS, by_replica, look, revision_of
@@ -165,6 +165,13 @@ def _wait_gone(api: Api, run: Run, names: Sequence[str], timeout_s: float) -> No
     if not wait(lambda: not left(), timeout_s):
         for pod in left():
             api.delete("Pod", pod["metadata"]["name"], grace_s=0)
+
+
+def allow(api: Api, run: Run, n_replicas: int) -> None:
+    """Let the controller change more replicas than the file has: its Role names them. For verbs of a user."""
+    if n_replicas > run.deployment().replicas.max:
+        anchor = api.get("ConfigMap", objects.anchor(run.name))
+        apply(api, objects.owned(services.role(run.deployment(), n_replicas), anchor))
 
 
 def apply(api: Api, row: Object) -> Object:

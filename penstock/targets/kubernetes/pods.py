@@ -7,17 +7,26 @@ set VLLM_PORT. There is no liveness probe: the node supervises its engine, and t
 
 from __future__ import annotations
 
+import base64
+import bz2
+import functools
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from penstock.errors import UserError
 from penstock.planner import Plan
 from penstock.spec.deployment import Deployment
+from penstock.targets.code_archive import code_archive
 from penstock.targets.images import engine_words, public_image
-from penstock.targets.kubernetes import archive, objects
-from penstock.targets.kubernetes.objects import CODE, HOME, Object, block_of
+from penstock.targets.kubernetes import objects
+from penstock.targets.kubernetes.objects import CODE, HOME, Object, block_of, build
 
+# The code, compressed as a whole: each file alone would come to more than the 1 MiB that a ConfigMap may have.
+# https://kubernetes.io/docs/concepts/configuration/configmap/
+FILE, SCRIPT, MOST_BYTES = "penstock.zip.bz2", "prepare.py", 900_000
 USER = 1000  # of all processes in the pods, and the group of their volumes
 CACHE = f"{HOME}/cache"
 # What libraries write: a root file system that is read-only needs every one elsewhere. torch calls getpass.getuser(),
@@ -37,6 +46,18 @@ _ENVIRONMENT = {
 # A container that fails leaves the end of its log in its status, from where `status` tells it.
 _LAST_LINES = "FallbackToLogsOnError"
 _PREPARE_NEEDS = {"cpu": "500m", "memory": "512Mi"}
+
+# The patchMergeKey of each list in a pod template; all other lists are replaced whole, tolerations too.
+# https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/ ("Patch strategy: merge on key")
+_KEYS = {
+    **dict.fromkeys(("containers", "initContainers", "volumes", "env", "imagePullSecrets"), "name"),
+    **dict.fromkeys(("resourceClaims", "schedulingGates"), "name"),
+    "volumeMounts": "mountPath",
+    "volumeDevices": "devicePath",
+    "ports": "containerPort",
+    "hostAliases": "ip",
+    "topologySpreadConstraints": "topologyKey",
+}
 
 
 class Pod(msgspec.Struct, frozen=True):
@@ -137,7 +158,7 @@ def _prepare(deployment: Deployment, pod: Pod) -> Object:
     code, run_path = objects.ARCHIVE, objects.run_path(deployment)
     folders = {"config": objects.CONFIG_FOLDER} if pod.config_maps else {}
     folders |= {"secret": objects.SECRET_FOLDER} if pod.config_maps and pod.has_secrets else {}
-    words = [f"{code}/{archive.SCRIPT}", f"{code}/{archive.FILE}", CODE, run_path, *folders.values()]
+    words = [f"{code}/{SCRIPT}", f"{code}/{FILE}", CODE, run_path, *folders.values()]
     mounts = [_mount(volume, path) | {"readOnly": True} for volume, path in ({"code": code} | folders).items()]
     return init_container("prepare", pod.image, words, _PREPARE_NEEDS, (), mounts)
 
@@ -150,7 +171,7 @@ _SECURITY: Object = {
 
 
 def _volumes(deployment: Deployment, pod: Pod) -> list[Object]:
-    code = archive.config_map_name(deployment.name, archive.archive())
+    code = code_map_name(deployment.name, archive())
     sources = [{"configMap": {"name": name}} for name in pod.config_maps]
     # The first key is for the gateway alone.
     keys = {"items": [{"key": "admin-token", "path": "admin-token"}]} if pod.component == "replica" else {}
@@ -220,3 +241,78 @@ def spread(selector: Mapping[str, str], topologies: Sequence[str]) -> list[Objec
         }
         for topology in topologies
     ]
+
+
+# ---- penstock's code -----------------------------------------------------------------------------------------------
+
+
+class Archive(msgspec.Struct, frozen=True):
+    """`hash`: of names and bytes, whatever compressed them. `data`: a zip in bzip2. `prepare`: the script's text."""
+
+    hash: str
+    data: bytes
+    prepare: str
+
+
+@functools.cache
+def archive() -> Archive:
+    code = code_archive()
+    return Archive(code.hash, bz2.compress(code.data), Path(__file__).with_name(SCRIPT).read_text("utf-8"))
+
+
+def code_map_name(name: str, code: Archive) -> str:
+    """At most 56 characters: another version of penstock has another ConfigMap, so none is ever changed."""
+    return f"{name}-code-{code.hash}"
+
+
+def code_map(deployment: Deployment, code: Archive) -> Object:
+    """penstock's own code: an image with the engine alone is enough for a replica. `prepare.py` unpacks it."""
+    data = base64.b64encode(code.data).decode()
+    parts: Object = {"immutable": True, "data": {SCRIPT: code.prepare}, "binaryData": {FILE: data}}
+    return build("v1/ConfigMap", code_map_name(deployment.name, code), deployment, **parts)
+
+
+# ---- the file's own fields of the template: strategic merge patches, as `kubectl patch` applies them -------------
+# https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/
+
+
+_DIRECTIVE = "$patch"  # "delete" or "replace"
+
+
+def merged(original: Any, patch: Any, field: str = "") -> Any:
+    """`original` with `patch` over it, both left as they are. null deletes a key, and `$patch: delete | replace` an
+    element of a list or the whole of a mapping.  Raises UserError for an element without its list's key."""
+    if isinstance(patch, dict):
+        return _merged_mapping(original if isinstance(original, dict) else {}, patch)
+    if isinstance(patch, list) and field in _KEYS:
+        return _merged_list(original if isinstance(original, list) else [], patch, field)
+    return patch
+
+
+def _merged_mapping(original: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+    directive = patch.get(_DIRECTIVE)
+    rest = {key: value for key, value in patch.items() if key != _DIRECTIVE}
+    kept = (
+        {} if directive in ("replace", "delete") else {k: v for k, v in original.items() if rest.get(k, v) is not None}
+    )
+    return kept | {key: merged(kept.get(key), value, key) for key, value in rest.items() if value is not None}
+
+
+def _merged_list(original: Sequence[Any], patch: Sequence[Any], field: str) -> list[Any]:
+    key = _KEYS[field]
+    is_replaced = any(item == {_DIRECTIVE: "replace"} for item in patch)
+    items = [] if is_replaced else list(original)
+    for item in patch:
+        if item == {_DIRECTIVE: "replace"}:
+            continue
+        if not isinstance(item, dict) or key not in item:
+            hint = f"Elements of {field} merge by their {key}: give it in each."
+            raise UserError(f'cannot use kubernetes.patch: an element of "{field}" has no {key}', hint=hint)
+        at = next((index for index, old in enumerate(items) if old.get(key) == item[key]), None)
+        if item.get(_DIRECTIVE) == "delete":
+            items = [old for old in items if old.get(key) != item[key]]
+        elif at is None:
+            items.append(merged({}, item))
+        else:
+            items[at] = merged(items[at], item)
+    return items

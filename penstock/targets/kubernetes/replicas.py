@@ -18,7 +18,7 @@ from penstock.spec.blocks import Kubernetes
 from penstock.spec.deployment import Deployment
 from penstock.targets.kubernetes import gpus, objects, pods
 from penstock.targets.kubernetes.objects import COMPONENT, INSTANCE, REPLICA, REVISION, Object, block_of, build
-from penstock.targets.kubernetes.strategic_merge import merged
+from penstock.targets.kubernetes.pods import merged
 from penstock.text import GIB, MIB
 
 NUMBER = "{replica}"

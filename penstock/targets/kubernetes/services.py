@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -29,6 +29,8 @@ _CONTROLLER_LIMITS = {"memory": "512Mi"}
 # Gradio has 142 MB when it idles; pip needs 172 MB and 16 CPU-seconds to install it (measured).
 _PAGE, _PAGE_LIMITS = {"cpu": "250m", "memory": "512Mi"}, {"memory": "1Gi"}
 _PAGE_EXIT_S = 10
+_RBAC = "rbac.authorization.k8s.io/v1"
+_SPARE_NAMES = 16  # of replicas in the controller's Role
 _PACKAGES = f"{objects.HOME}/packages"
 _PIP_VARIABLES = re.compile(r"PIP_\w+|(?:https?|no|all)_proxy", re.IGNORECASE)
 # A lost node: both go elsewhere after half a minute, where pods wait five by default.
@@ -87,13 +89,12 @@ def controller(deployment: Deployment, plan: Plan, namespace: str | None = None)
         "selector": {"matchLabels": objects.labels(deployment.name, "controller")},
         "template": _controller_template(deployment, plan),
     }
-    group = "rbac.authorization.k8s.io"
     subject = {"kind": "ServiceAccount", "name": name, "namespace": _namespace(deployment, namespace)}
-    role = {"apiGroup": group, "kind": "Role", "name": name}
+    reference = {"apiGroup": _RBAC.partition("/")[0], "kind": "Role", "name": name}
     return [
         build("v1/ServiceAccount", name, deployment, "controller"),
-        build(f"{group}/v1/Role", name, deployment, "controller", rules=rules(deployment)),
-        build(f"{group}/v1/RoleBinding", name, deployment, "controller", roleRef=role, subjects=[subject]),
+        role(deployment, 0),
+        build(f"{_RBAC}/RoleBinding", name, deployment, "controller", roleRef=reference, subjects=[subject]),
         build("apps/v1/Deployment", name, deployment, "controller", spec=spec),
     ]
 
@@ -117,32 +118,36 @@ def page(deployment: Deployment, plan: Plan) -> list[Object]:
     ]
 
 
-def rules(deployment: Deployment) -> list[Object]:
+def role(deployment: Deployment, n_replicas: int) -> Object:
     """What the controller may do in its namespace: place and end replicas, see their pods, keep its state.
 
-    No Secrets, no Nodes: nodes are no part of a namespace, so a lost one shows only in its pods (Ready is False, and
-    the event NodeNotReady), which is enough to replace them.
+    It changes objects of its own names only; lists and creations have no name for RBAC, and those of pods are drawn by
+    Kubernetes. `n_replicas`: what a user asked for beyond the file's number; while all of them are replaced there are
+    twice as many. No Secrets, no Nodes: a lost node shows in its pods, which is enough to replace them.
     """
-    change = ["get", "list", "create", "patch", "delete"]
-    sets = ("leaderworkerset.x-k8s.io", "leaderworkersets") if _is_lws(deployment) else ("apps", "statefulsets")
-    return [
-        _rule(*sets, change),
-        _rule("apps", "deployments", ["get", "list", "patch"]),
-        _rule("", "configmaps", change),
-        _rule("", "pods", ["get", "list", "delete"]),
-        _rule("", "pods/log", ["get"]),
-        _rule("", "events", ["list"]),
-        _rule("batch", "jobs", ["list"]),
-        _rule("", "services", ["get", "list"]),
+    name, lws = deployment.name, ("leaderworkerset.x-k8s.io", "leaderworkersets")
+    sets = lws if block_of(deployment).shape == "lws" else ("apps", "statefulsets")
+    numbers = range(2 * max(deployment.replicas.max, n_replicas) + _SPARE_NAMES)
+    programs = [objects.gateway(name), objects.controller(name), objects.ui(name)]
+    rules = [
+        _rule(*sets, "list create"),
+        _rule(*sets, "get patch delete", [objects.replica_set(name, str(number)) for number in numbers]),
+        _rule("apps", "deployments", "list"),
+        _rule("apps", "deployments", "get patch", programs),
+        _rule("", "configmaps", "create"),
+        _rule("", "configmaps", "get patch", [objects.anchor(name), objects.desired(name), objects.state(name)]),
+        _rule("", "services", "get", [objects.public(name)]),
+        _rule("", "pods", "get list delete"),
+        _rule("", "pods/log", "get"),
+        _rule("", "events", "list"),
+        _rule("batch", "jobs", "list"),
     ]
+    return build(f"{_RBAC}/Role", objects.controller(name), deployment, "controller", rules=rules)
 
 
-def _rule(group: str, resource: str, verbs: list[str]) -> Object:
-    return {"apiGroups": [group], "resources": [resource], "verbs": verbs}
-
-
-def _is_lws(deployment: Deployment) -> bool:
-    return block_of(deployment).shape == "lws"
+def _rule(group: str, resource: str, verbs: str, names: Sequence[str] = ()) -> Object:
+    rule = {"apiGroups": [group], "resources": [resource], "verbs": verbs.split()}
+    return rule | ({"resourceNames": list(names)} if names else {})
 
 
 def _namespace(deployment: Deployment, namespace: str | None) -> str:

@@ -187,7 +187,10 @@ class Kubernetes(Target):
             run.write_handle(_handle([*map(replica, by_replica(sets)), *gateway.values(), *others]))
 
     def order(self, run: Run, desired: Desired) -> None:
-        folder.order(self._api_of(run), run, desired)
+        api = self._api_of(run)
+        if not folder.is_inside(run):
+            placing.allow(api, run, desired.replicas)
+        folder.order(api, run, desired)
 
     def keep_up(self, run: Run) -> None:
         if folder.is_inside(run):

@@ -9,7 +9,7 @@ from typing import Any
 from penstock.chat.page.proxied import clean_prefix
 from penstock.errors import Problem
 from penstock.spec.deployment import Deployment, Ui
-from penstock.targets.kubernetes import objects
+from penstock.targets.kubernetes import monitoring, objects, weights
 from penstock.targets.kubernetes.objects import (
     ADMIN_PORT,
     COMPONENT,
@@ -24,7 +24,7 @@ from penstock.text import MIB
 
 # Between two bytes of an answer, or for the whole of one where a controller knows no other limit. AWS allows 4000.
 STREAM_S = 3600
-_PICKER_PORT = 9002  # https://gateway-api-inference-extension.sigs.k8s.io/guides/
+_DNS, _PICKER_PORT = 53, 9002  # https://gateway-api-inference-extension.sigs.k8s.io/guides/
 _PARENT = re.compile(r"[a-z0-9][a-z0-9-]*/[a-z0-9][a-z0-9.-]*\Z")
 # The fields that only some ways to expose read.
 _READ_BY = {
@@ -36,7 +36,7 @@ _READ_BY = {
 }
 
 
-def exposed(deployment: Deployment, is_gke: bool = False) -> list[Object]:
+def exposed(deployment: Deployment, is_gke: bool = False, monitors: monitoring.Kinds = "none") -> list[Object]:
     """What `kubernetes.expose` asks for, and the network policies. `is_gke`: the cluster knows GCPBackendPolicy."""
     block, entries = block_of(deployment), list[Object]()
     if block.expose == "LoadBalancer":
@@ -47,7 +47,7 @@ def exposed(deployment: Deployment, is_gke: bool = False) -> list[Object]:
         entries += _route(deployment, is_gke)
     if block.inference_pool:
         entries.append(_inference_pool(deployment))
-    return [*entries, *_policies(deployment)]
+    return [*entries, *_policies(deployment, monitors)]
 
 
 def has_tls_in_pod(deployment: Deployment) -> bool:
@@ -187,11 +187,12 @@ def _inference_pool(deployment: Deployment) -> Object:
     return build(kind, objects.gateway(deployment.name), deployment, "gateway", spec=spec)
 
 
-def _policies(deployment: Deployment) -> list[Object]:
-    """Engines take requests from gateways alone; ranks of vLLM talk on many ports among themselves; only pods of the
-    deployment reach the admin port. Where the network ignores policies, keys remain.
+def _policies(deployment: Deployment, monitors: monitoring.Kinds) -> list[Object]:
+    """Engines take requests from gateways and from the Prometheus that asks them: Google's collectors, or pods with the
+    label that the operator sets. Ranks of vLLM talk on many ports among themselves. Only pods of the deployment reach
+    the admin port. Engines that need no network for their weights reach each other, the gateways and DNS alone.
 
-    Prometheus may ask engines: Google's collectors, and pods with the label that the operator sets.
+    Policies add up: another one may allow more. Where the network ignores policies, keys remain.
     """
     name = deployment.name
     ours = {"podSelector": {"matchLabels": objects.labels(name)}}
@@ -199,12 +200,18 @@ def _policies(deployment: Deployment) -> list[Object]:
     replicas = {"podSelector": {"matchLabels": objects.labels(name, "replica")}}
     google = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "gmp-system"}}}
     operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}}
-    to_engines = {"from": [gateways, google, operator], "ports": [_tcp(ENGINE_PORT)]}
+    scrapers = {"google": [google], "operator": [operator]}.get(monitors, [])
+    to_engines = {"from": [gateways, *scrapers], "ports": [_tcp(ENGINE_PORT)]}
     to_admin = {"from": [ours], "ports": [_tcp(ADMIN_PORT)]}
+    dns = {"ports": [_tcp(_DNS), {"protocol": "UDP", "port": _DNS}]}
+    out = [{"to": [replicas]}, {"to": [gateways], "ports": [_tcp(ADMIN_PORT)]}, dns]
     policies = [
         _policy(deployment, objects.gateway(name), "gateway", [{"ports": [_tcp(GATEWAY_PORT)]}, to_admin]),
-        _policy(deployment, objects.nodes(name), "replica", [to_engines, {"from": [replicas]}]),
-    ]
+        _policy(
+            deployment, objects.nodes(name), "replica", [to_engines, {"from": [replicas]}],
+            None if weights.come_to_replicas(deployment) else out,
+        ),
+    ]  # fmt: skip
     if deployment.chat_page is not None:
         policies.append(_policy(deployment, objects.ui(name), "ui", [{"ports": [_tcp(UI_PORT)]}]))
     return policies
@@ -214,9 +221,13 @@ def _tcp(port: int) -> Object:
     return {"protocol": "TCP", "port": port}
 
 
-def _policy(deployment: Deployment, name: str, component: str, ingress: list[Any]) -> Object:
-    pods = {"matchLabels": {objects.INSTANCE: deployment.name, COMPONENT: component}}
-    spec = {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": ingress}
+def _policy(
+    deployment: Deployment, name: str, component: str, ingress: list[Any], egress: list[Any] | None = None
+) -> Object:
+    spec: Object = {"podSelector": {"matchLabels": {objects.INSTANCE: deployment.name, COMPONENT: component}}}
+    spec |= {"policyTypes": ["Ingress"], "ingress": ingress}
+    if egress is not None:
+        spec |= {"policyTypes": ["Ingress", "Egress"], "egress": egress}
     return build("networking.k8s.io/v1/NetworkPolicy", name, deployment, component, spec=spec)
 
 

@@ -217,6 +217,12 @@ def storage(deployment: Deployment, plan: Plan) -> Storage:
     )
 
 
+def come_to_replicas(deployment: Deployment) -> bool:
+    """Return whether the replicas' own pods read a hub or a bucket."""
+    source = _source(deployment)
+    return source.kind in ("gs", "s3", "pod") or (source.kind == "claim" and not _has_job(deployment, source))
+
+
 def is_staged(deployment: Deployment) -> bool:
     """Whether each pod copies the weights to its own disk."""
     return deployment.cache.stage == "auto" and _source(deployment).kind in _STAGED
