@@ -344,6 +344,8 @@ TWO_KINDS = "NVIDIA-A100-SXM4-80GB, NVIDIA-L4"
         ([], {}, ONE_GPU, "has no GPUs"),
         ([L4, A100], {}, ONE_GPU, f"has 2 kinds of GPU (one of: {TWO_KINDS})"),
         ([L4, A100], {}, {"hardware": {"gpu": "h100-sxm"}}, f'has no GPU label for "h100-sxm" (it has: {TWO_KINDS})'),
+        ([{**L4, "label_value": "NVIDIA-H20"}], {}, {"hardware": {"gpu": "h200"}}, 'has no GPU label for "h200"'),
+        ([L4], {}, {"hardware": {"gpu": "h20"}}, 'no GPU "h20" in the catalogue (The nearest names are h200-sxm.'),
         ([{**L4, "max_gpu_per_workload": "0"}], {}, ONE_GPU, "the site lets no workload have a GPU"),
     ],
 )

@@ -156,6 +156,16 @@ def test_cards_outside_the_table_are_read_from_what_feature_discovery_says() -> 
     assert gpus.gpu_of(labels) == gpus.NodeGpu("NVIDIA-A100-PCIE-40GB", 40 * GIB)
     shared = gpus.gpu_of({gpus.PRODUCT: "NVIDIA-L4-SHARED", gpus.MEMORY: "23034"})
     assert shared is not None and shared.name == "NVIDIA L4"
+    for product in (
+        "NVIDIA-H20",
+        "NVIDIA-L40",
+        "NVIDIA-A10",
+        "NVIDIA-GH200-480GB",
+        "NVIDIA-H100-80GB-HBM3-MIG-3g.40gb",
+    ):
+        assert gpus.gpu_of({gpus.PRODUCT: product, gpus.MEMORY: "46068"}) == gpus.NodeGpu(product, 46068 * 2**20)
+    with pytest.raises(UserError, match='no GPU "h20" in the catalogue'):
+        gpus.node_terms("h20")
     assert gpus.gpu_of({"kubernetes.io/hostname": "a"}) is None
     assert len(gpus.node_terms("rtx-3090")) == 1  # no cloud has it
 

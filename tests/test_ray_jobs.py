@@ -224,6 +224,9 @@ def test_a_cluster_that_is_too_small_is_told_with_all_else_that_is_wrong(cluster
     assert RayJobs().check(deployment(hardware={"nodes": 2, "gpus_per_node": 4})) == []
 
 
+KIND = "accelerator_type:"
+
+
 def test_a_cluster_of_several_kinds_of_gpu_is_asked_for_the_one_of_the_file(cluster: Cluster) -> None:
     mixed = [
         RayNode(str(n), f"10.0.0.{n}", {"GPU": 4.0, f"accelerator_type:{kind}": 1.0}) for n, kind in enumerate("AB")
@@ -232,6 +235,15 @@ def test_a_cluster_of_several_kinds_of_gpu_is_asked_for_the_one_of_the_file(clus
     wanted = deployment(hardware={"gpu": "h100-sxm"})
     assert gpu_kind(wanted, named) == {"accelerator_type:H100": 0.001}
     assert gpu_kind(wanted, named[:1]) == {} == gpu_kind(wanted, mixed) == gpu_kind(deployment(), named)
+    for card, kind in (
+        ("rtx-a6000", "RTX-A6000"),
+        ("rtx-5090", "GeForce-RTX-5090"),
+        ("h200", "H200"),
+        ("l40s", "L40S"),
+    ):
+        others = [RayNode(f"{n}", "", {f"{KIND}{name}": 1.0}) for n, name in enumerate(("H20", "L40", kind))]
+        assert gpu_kind(deployment(hardware={"gpu": card}), others) == {f"{KIND}{kind}": 0.001}
+        assert gpu_kind(deployment(hardware={"gpu": card}), others[:2]) == {}, "no other card stands in"
     machine = cpu_machine()
     gpus = tuple(Gpu(n, "H100", 80, 3) for n in range(8))
     given = as_ray_gives(msgspec.structs.replace(machine, gpus=gpus), 2)

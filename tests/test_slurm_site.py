@@ -138,8 +138,12 @@ def test_machines_are_those_that_a_job_may_get() -> None:
     ("kinds", "card", "kind"),
     [
         (["h100", "v100"], "h100-sxm", "h100"),
-        (["nvidia_h100_80gb_hbm3"], "h100-pcie", "nvidia_h100_80gb_hbm3"),
+        (["nvidia_h100_80gb_hbm3"], "h100-sxm", "nvidia_h100_80gb_hbm3"),
+        (["nvidia_h100_80gb_hbm3"], "h100-pcie", None),
+        (["h100_nvl", "h100"], "h100-pcie", "h100"),
         (["A100_40", "A100_80"], "a100-sxm4-80", "A100_80"),
+        (["a100_3g.20gb", "a100"], "a100-sxm4-40", "a100"),
+        (["quadro_rtx_6000"], "rtx-6000-ada", None),
         (["gb200"], "b200-sxm", None),
         (["big", ""], "h100-sxm", None),
     ],
@@ -151,6 +155,22 @@ def test_the_card_of_the_file_becomes_the_sites_type(kinds: list[str], card: str
     assert slurm_site.gpu_type(site, reading.from_mapping(raw)) == kind
     if kind is not None:
         assert len(machines(site, hardware=raw["hardware"])) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "card", "hint"),
+    [
+        ("h20", "h200", "if h20 is that card, set slurm.gres: gpu:h20:4"),
+        ("l40", "l40s", "if l40 is that card, set slurm.gres: gpu:l40:4"),
+        ("nvidia_h100_80gb_hbm3", "h100-pcie", "one of h100-sxm, or another slurm.partition"),
+    ],
+)
+def test_another_type_of_gpu_is_not_taken_for_the_card_of_the_file(kind: str, card: str, hint: str) -> None:
+    site = slurm_site.parse(PARTITIONS, node("g1", f"gpu:{kind}:4", "cpu"))
+    raw = {"model": "m/x", "target": "slurm", "hardware": {"gpu": card, "gpus_per_node": 4}}
+    (problem,) = slurm_site.problems(site, reading.from_mapping(raw))
+    assert (problem.path, problem.hint) == ("hardware.gpu", hint)
+    assert not slurm_site.problems(site, reading.from_mapping({**raw, "slurm": {"gres": f"gpu:{kind}:4"}}))
 
 
 @pytest.mark.parametrize("gres", ["gpu:h100", "gpu", "gpu:h100,shard:2", "shard,gpu:h100:1"])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any, Literal
 
 import msgspec
 
-from penstock.errors import UserError, nearest
+from penstock.errors import UserError
 
 Transport = Literal["nvlink", "pcie", "rdma", "efa", "tcp"]
 
@@ -67,8 +69,9 @@ class AllReduce(msgspec.Struct, frozen=True):
 
 
 class GpuFacts(msgspec.Struct, frozen=True):
-    """One card. `allreduce` is measured on it, or borrowed. `stands_in`: the id of the card whose facts these are,
-    where the catalogue does not have the card itself."""
+    """One card. `names` are the driver's, `aliases` those of people and sites, which several cards may share.
+    `allreduce` is measured on it, or borrowed. `stands_in`: the id of the card whose facts these are, where the
+    catalogue does not have the card itself."""
 
     id: str
     vendor: str
@@ -79,6 +82,7 @@ class GpuFacts(msgspec.Struct, frozen=True):
     native: Native
     pcie: Pcie
     sources: dict[str, str]
+    aliases: tuple[str, ...] = ()
     compute_capability: str | None = None
     gfx: str | None = None
     nvlink: Nvlink | None = None
@@ -148,23 +152,25 @@ def link_ids() -> tuple[str, ...]:
     return tuple(_links())
 
 
+def gpus_named(name: str) -> tuple[GpuFacts, ...]:
+    """The cards with exactly this id, driver's name, label or alias: several for "h100" (PCIe, SXM), none for "h20"."""
+    return _by_name().get(_plain(name), ())
+
+
 def gpu(name: str) -> GpuFacts:
-    """The card with this id, driver name, Kubernetes label or unique beginning of an id ("h200").  Raises UserError.
-    The words of an id may come in another order, and memory in GB: "a100-80gb-sxm"."""
-    rows = _gpus()
-    return _named(name) or rows[_by_beginning("GPU", name, _plain(name), rows)]
-
-
-def _named(name: str) -> GpuFacts | None:
-    wanted = _plain(name)
-    return next((row for row in _gpus().values() if wanted in {_plain(row.id), *map(_plain, row.names)}), None)
+    """The only card with this name.  Raises UserError with the nearest names."""
+    cards = gpus_named(name)
+    if len(cards) == 1:
+        return cards[0]
+    near = [card for key in difflib.get_close_matches(_plain(name), _by_name()) for card in _by_name()[key]]
+    raise _unclear("GPU", name, [card.id for card in cards], [card.id for card in near])
 
 
 def gpu_of_machine(name: str, memory_bytes: int) -> GpuFacts:
     """The card that a driver calls `name`, with the memory that the driver reports.
     A card outside the catalogue gets the facts of the one nearest in memory (`stands_in`)."""
     total_gib = default_total_gib(memory_bytes // 2**20)
-    row = _named(name)  # a driver's name is whole: an H20 is no H200
+    row = next(iter(gpus_named(name)), None)  # a driver's name is of one card
     if row is None:
         like = min(_gpus().values(), key=lambda row: abs(row.memory.torch_total_gib - total_gib))
         like = _with_memory(like, total_gib, memory_bytes)
@@ -183,8 +189,18 @@ def _with_memory(card: GpuFacts, total_gib: float, memory_bytes: int) -> GpuFact
 
 def link(name: str) -> LinkFacts:
     """The interconnect with this id or unique beginning of one ("ib-ndr").  Raises UserError with the nearest name."""
-    rows, wanted = _links(), _plain(name)
-    return rows[wanted] if wanted in rows else rows[_by_beginning("network", name, wanted, rows)]
+    rows, wanted = _links(), name.strip().lower()
+    matches = [wanted] if wanted in rows else [own for own in rows if wanted and own.startswith(wanted)]
+    if len(matches) == 1:
+        return rows[matches[0]]
+    raise _unclear("network", name, matches, difflib.get_close_matches(wanted, rows))
+
+
+def _unclear(kind: str, name: str, matches: Sequence[str], near: Sequence[str]) -> UserError:
+    if matches:
+        return UserError(f'cannot identify {kind} "{name}"', hint=f"It is one of {', '.join(matches)}.")
+    hint = f"The nearest names are {', '.join(dict.fromkeys(near))}. " if near else ""
+    return UserError(f'no {kind} "{name}" in the catalogue', hint=f"{hint}`penstock plan --list` lists all.")
 
 
 def over_pcie(card: GpuFacts) -> GpuFacts:
@@ -215,28 +231,9 @@ def default_total_gib(nvidia_smi_mib: int) -> float:
 
 
 def _plain(name: str) -> str:
-    """ "NVIDIA-H100-80GB-HBM3", "nvidia-tesla-t4", "NVIDIA L4" -> "h100-80gb-hbm3", "t4", "l4"."""
-    plain = name.strip().lower().replace(" ", "-").replace("_", "-")
-    for maker in ("nvidia-", "amd-", "tesla-", "geforce-", "instinct-"):
-        plain = plain.removeprefix(maker)
-    return plain
-
-
-def _by_beginning(kind: str, name: str, wanted: str, rows: Iterable[str]) -> str:
-    ids = list(rows)
-    matches = [own for own in ids if wanted and own.startswith(wanted)]
-    if not matches and wanted:  # the same words in another order: "a100-80gb-sxm"
-        words = [word.removesuffix("gb") or word for word in wanted.split("-")]
-        matches = [own for own in ids if all(any(part.startswith(word) for part in own.split("-")) for word in words)]
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
-        raise UserError(f'cannot identify {kind} "{name}"', hint=f"It is one of {', '.join(matches)}.")
-    near = nearest(name.lower(), ids)
-    raise UserError(
-        f'no {kind} "{name}" in the catalogue' + (f', the nearest is "{near}"' if near else ""),
-        hint=f"Known: {', '.join(ids)}.",
-    )
+    """ "NVIDIA-H100-80GB-HBM3", "nvidia-tesla-t4", "a100_80gb" -> "h100-80-hbm3", "t4", "a100-80"."""
+    plain = re.sub(r"[\s_-]+", "-", name.strip().lower())
+    return re.sub(r"^(?:(?:nvidia|amd|tesla|geforce|instinct)-)+|(?<=\d)gb(?=-|\Z)", "", plain)
 
 
 def read_yaml(package: str, name: str) -> Any:
@@ -255,6 +252,15 @@ def _hardware() -> Any:
 def _gpus() -> dict[str, GpuFacts]:
     rows = {row.id: row for row in msgspec.convert(_hardware()["gpus"], tuple[GpuFacts, ...])}
     return {own: row if row.allreduce else _with_borrowed(row, rows) for own, row in rows.items()}
+
+
+@functools.cache
+def _by_name() -> dict[str, tuple[GpuFacts, ...]]:
+    cards: dict[str, tuple[GpuFacts, ...]] = {}
+    for card in _gpus().values():
+        for name in {_plain(name) for name in (card.id, *card.names, *card.aliases)}:
+            cards[name] = (*cards.get(name, ()), card)
+    return cards
 
 
 def _with_borrowed(row: GpuFacts, rows: Mapping[str, GpuFacts]) -> GpuFacts:

@@ -161,15 +161,12 @@ def _choices_of(label: str, row: Object, most: int) -> Choices:
 
 def _card(label: str) -> catalog.GpuFacts | None:
     """The catalogue's card of a label of NVIDIA's device plugin: "NVIDIA-L4", "NVIDIA-A100-SXM4-80GB"."""
-    for name in (label, label.replace("-", " "), label.removeprefix("NVIDIA-")):
-        with contextlib.suppress(PenstockError):
-            return catalog.gpu(name)
-    return None
+    cards = catalog.gpus_named(label)
+    return cards[0] if len(cards) == 1 else None
 
 
 def _is_card(label: str, wanted: str) -> bool:
-    card = _card(label)
-    return card is not None and card.id == catalog.gpu(wanted).id
+    return catalog.gpu(wanted) in catalog.gpus_named(label)
 
 
 def machine(deployment: Deployment, choices: Choices) -> Machine:

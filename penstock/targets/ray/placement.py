@@ -28,14 +28,14 @@ def bundle(plan: Plan) -> dict[str, float]:
 
 def gpu_kind(deployment: Deployment, nodes: Sequence[RayNode]) -> dict[str, float]:
     """What to reserve so that the GPUs are those of `hardware.gpu`; nothing where all nodes are alike.
-
     https://docs.ray.io/en/latest/ray-core/scheduling/accelerators.html: a node with H100s has "accelerator_type:H100".
     """
     if deployment.hardware.gpu is None:
         return {}
-    name = f"{_KIND}{catalog.gpu(deployment.hardware.gpu).id.partition('-')[0].upper()}"
-    kinds = {resource for node in nodes for resource in node.resources if resource.startswith(_KIND)}
-    return {name: 0.001} if name in kinds and len(kinds) > 1 else {}
+    card = catalog.gpu(deployment.hardware.gpu)
+    kinds = {name for node in nodes for name in node.resources if name.startswith(_KIND)}
+    named = [name for name in sorted(kinds) if card in catalog.gpus_named(name.removeprefix(_KIND))]
+    return {named[0]: 0.001} if named and len(kinds) > 1 else {}
 
 
 def as_ray_gives(machine: Machine, n_gpus: int) -> Machine:

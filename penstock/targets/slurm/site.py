@@ -144,15 +144,13 @@ def gpu_type(site: Site | None, deployment: Deployment) -> str | None:
     if site is None or card is None or block.gres is not None or deployment.hardware.gpus_per_node == 0:
         return None
     kinds = {kind for node in candidates(site, block) for kind in node.gpus if _is_card(kind, card)}
-    # "a100_80" fits a100-sxm4-80 better than "a100_40" does.
-    ranked = sorted(kinds, key=lambda kind: (-sum(word in kind for word in card.split("-")), kind))
-    return ranked[0] if ranked else None
+    # "a100_80" names fewer cards than "a100" does.
+    return min(kinds, key=lambda kind: (len(catalog.gpus_named(kind)), kind), default=None)
 
 
 def _is_card(kind: str, card: str) -> bool:
-    """Whether a site's type ("h100", "nvidia_h100_80gb_hbm3") is a card of the catalogue ("h100-sxm")."""
-    model = next((word for word in card.split("-") if re.search(r"\d", word)), card)
-    return re.search(rf"(?<![a-z0-9]){model}(?![0-9])", kind.lower()) is not None
+    """Whether a site's type ("h100", "nvidia_h100_80gb_hbm3") may be this card of the catalogue ("h100-sxm")."""
+    return any(one in catalog.gpus_named(kind) for one in catalog.gpus_named(card))
 
 
 def _has_features(node: SiteNode, constraint: str | None) -> bool:
@@ -251,22 +249,19 @@ def _card_problems(deployment: Deployment, nodes: Sequence[SiteNode]) -> Iterato
     names, has_gres = ", ".join(kind or "(no type)" for kind in kinds), (deployment.slurm or Slurm()).gres is not None
     if not kinds or hardware.gpus_per_node == 0 or deployment.engine.kind not in ("auto", "vllm"):
         return
+    cards = ", ".join(dict.fromkeys(card.id for kind in kinds for card in catalog.gpus_named(kind)))
     if hardware.gpu is None:
-        like = [card for card in catalog.gpu_ids() if any(kind and kind in card for kind in kinds)]
-        hint = f"one of {', '.join(like)}" if like else "`penstock plan --help` shows where to find the names"
+        hint = f"one of {cards}" if cards else "`penstock plan --list` shows the names"
         yield Problem("hardware.gpu", f"is missing: Slurm reports only the GPU type {names}", hint)
-    elif not has_gres and not any(_is_card(kind, hardware.gpu) for kind in kinds) and all(map(_known_cards, kinds)):
-        cards = ", ".join(dict.fromkeys(card for kind in kinds for card in _known_cards(kind)))
-        words = f'"{hardware.gpu}", but the nodes have GPUs of type {names}'
-        yield Problem("hardware.gpu", words, f"one of {cards}, or another slurm.partition")
+    elif not has_gres and "" not in kinds and not any(_is_card(kind, hardware.gpu) for kind in kinds):
+        opaque = next((kind for kind in kinds if not catalog.gpus_named(kind)), None)
+        hint = f"if {opaque} is that card, set slurm.gres: gpu:{opaque}:{hardware.gpus_per_node or 1}"
+        hint = f"one of {cards}, or another slurm.partition" if opaque is None else hint
+        yield Problem("hardware.gpu", f'"{hardware.gpu}", but the nodes have GPUs of type {names}', hint)
         return
     if len({frozenset(node.gpus) for node in nodes}) > 1 and not has_gres:
         words = f"nodes have GPUs of several kinds: {names}"
         yield Problem("slurm.gres", words, f"example: gres: gpu:{next(filter(None, kinds), 'h100')}:4")
-
-
-def _known_cards(kind: str) -> list[str]:
-    return [card for card in catalog.gpu_ids() if _is_card(kind, card)]
 
 
 def least_memory_mib(site: Site | None, deployment: Deployment) -> int | None:
