@@ -114,8 +114,28 @@ def test_problems_are_reported_together() -> None:
         'engine.env: "A=B" is not a name of an environment variable\n'
         'engine.env: "" is not a name of an environment variable'
     )
+    for port in ("gateway: {port: 65536}", "observe: {port: 65536}", "ui: {port: 65536}"):
+        assert refused(f"model: m\n{port}").detail == f"{port.partition(':')[0]}.port: 65536 is above 65535"
     assert refused("model: 7").hint == "docs/reference/spec.md lists every field"
     assert refused("modle: x").hint is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "CUDA_VISIBLE_DEVICES",
+        "NVIDIA_VISIBLE_DEVICES",
+        "ROCR_VISIBLE_DEVICES",
+        "HIP_VISIBLE_DEVICES",
+        "ZE_AFFINITY_MASK",
+    ],
+)
+def test_a_variable_that_overrides_the_gpus_of_a_replica_is_refused(name: str) -> None:
+    error = refused(f'model: m\nengine: {{env: {{{name}: "2", NCCL_DEBUG: INFO}}}}')
+    (problem,) = error.problems
+    wanted = (f"engine.env.{name}", "overrides the GPUs that each replica is given", 2)
+    assert (problem.path, problem.message, error.exit_code) == wanted
+    assert "those in its own CUDA_VISIBLE_DEVICES" in str(problem.hint)
 
 
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:

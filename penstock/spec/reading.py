@@ -374,6 +374,12 @@ def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
+_DEVICE_VARIABLES = frozenset(f"{maker}_VISIBLE_DEVICES" for maker in ("CUDA", "NVIDIA", "ROCR", "HIP"))
+_DEVICE_VARIABLES |= {"GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK"}
+_CHOOSE_GPUS = (
+    "remove it; hardware.gpus_per_node sets how many GPUs a node gives, and on this machine `penstock up` uses only "
+    "those in its own CUDA_VISIBLE_DEVICES"
+)
 _ENGINE_URL = re.compile(r"(http://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?|unix:/.+)\Z")
 _FREE = (
     *("args", "env", "runtime_env", "node_selector", "tolerations", "labels", "annotations", "patch"),
@@ -440,6 +446,8 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
         value = values.get(path)
         if isinstance(value, int | float) and value < bound:
             yield Problem(path, f"{value} is below {bound:g}")
+        elif path.endswith(".port") and isinstance(value, int) and value > 65535:
+            yield Problem(path, f"{value} is above 65535")
     if not 0 < deployment.engine.gpu_memory_utilization <= 1:
         yield Problem("engine.gpu_memory_utilization", f"{deployment.engine.gpu_memory_utilization} is not in (0, 1]")
     if deployment.hardware.price_file is not None and deployment.hardware.price_per_gpu_hour is not None:
@@ -458,8 +466,8 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
     for name in deployment.engine.env:
         if not name or "=" in name or "\0" in name:
             yield Problem("engine.env", f'"{name}" is not a name of an environment variable')
-    if deployment.gateway.port > 65535:
-        yield Problem("gateway.port", f"{deployment.gateway.port} is above 65535")
+        elif name in _DEVICE_VARIABLES:
+            yield Problem(f"engine.env.{name}", "overrides the GPUs that each replica is given", _CHOOSE_GPUS)
     if deployment.gateway.auth == "none" and not is_loopback(deployment.gateway.host):
         yield Problem(
             "gateway.auth",
@@ -491,8 +499,6 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
 
 
 def _observe_rules(observe: Observe) -> Iterator[Problem]:
-    if observe.port > 65535:
-        yield Problem("observe.port", f"{observe.port} is above 65535")
     if not _RETENTION.match(observe.retention):
         yield Problem("observe.retention", f'"{observe.retention}" is no time of Prometheus', "example: 15d")
     if not _RETENTION_SIZE.match(observe.retention_size):
@@ -512,8 +518,6 @@ def _page_rules(deployment: Deployment) -> Iterator[Problem]:
     page, gateway = deployment.chat_page, deployment.gateway
     if page is None:
         return
-    if page.port > 65535:
-        yield Problem("ui.port", f"{page.port} is above 65535")
     is_same_machine = gateway.on == "login" and deployment.kubernetes is None
     if is_same_machine and page.port == gateway.port != 0:
         yield Problem("ui.port", f"{page.port} is the gateway's port", "choose another, such as 7860")
