@@ -17,6 +17,7 @@ from penstock.deployment.doctor import nodes as findings
 from penstock.deployment.doctor.model import check_model
 from penstock.deployment.doctor.network import Route
 from penstock.deployment.doctor.nodes import SurveyedNode
+from penstock.deployment.preflight import UNREAD
 from penstock.engines.llamacpp.engine import LlamaCpp
 from penstock.errors import Finding, UserError
 from penstock.hardware import Interface, Machine, NodeFacts
@@ -60,6 +61,9 @@ def test_this_machine_gets_the_checks_of_a_node_and_of_up(
     assert checks["gpu"].found == "none found"
     assert {finding.node for finding in checks.values()} == {None}
     assert not home.exists()
+    unread = "GPU 0 (NVIDIA GB10): nvidia-smi prints [N/A] for its memory, [N/A] for what is free"
+    gpu = checks_here(monkeypatch, msgspec.structs.replace(cpu_machine(), unread=(unread,)))["gpu"]
+    assert (gpu.state, gpu.found, gpu.cure) == ("bad", unread, UNREAD), "not: none found"
     checks = checks_here(monkeypatch, cpu_machine(0.5), shm_bytes=GIB // 2)
     assert (checks["memory"].state, checks["/dev/shm"].state) == ("bad", "warning")
     assert findings.of_run_folders(Space("run folders", "/h", 63 * MIB, True)).state == "bad", "as `up` says"

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from plan_shapes import solved
 
+from penstock.deployment import planning
+from penstock.errors import UserError
 from penstock.hardware import Links, catalog, detect
 from penstock.hardware.topology import links_of, parse_matrix, parse_rate, rewired
 from penstock.planner.speed.collectives import Fabric, allreduce_us
@@ -172,7 +174,49 @@ TWO = """0, GPU-4f1c9a52-0000-0000-0000-000000000000, NVIDIA H200, 143771, 14300
 
 def test_only_visible_gpus_with_memory_figures_count() -> None:
     wanted = {None: [0, 1], "1": [1], "0,1": [0, 1], "GPU-77aa": [1], "": [], "3": [], " 0 , GPU-77": [0, 1]}
-    assert {visible: [gpu.index for gpu in detect.parse_gpus(TWO, visible)] for visible in wanted} == wanted
-    first = detect.parse_gpus(TWO, None)[0]
+    assert {visible: [gpu.index for gpu in detect.parse_gpus(TWO, visible)[0]] for visible in wanted} == wanted
+    (first, _), unread = detect.parse_gpus(TWO, None)
     assert (first.memory_bytes, first.memory_free_bytes) == (143771 * MIB, 143000 * MIB)
-    assert detect.parse_gpus("0, GPU-1, GB10, [N/A], [N/A]\n", None) == []
+    assert unread == []
+
+
+@pytest.mark.parametrize("word", ["[N/A]", "[Not Supported]", "[Insufficient Permissions]", "[Unknown Error]"])
+def test_a_gpu_whose_memory_is_not_known_is_named(word: str) -> None:
+    text = f"{TWO}2, GPU-3c, NVIDIA GB10, {word}, {word}\n"
+    named = f"GPU 2 (NVIDIA GB10): nvidia-smi prints {word} for its memory, {word} for what is free"
+    for visible, indices, unread in (
+        (None, [0, 1], [named]),
+        ("2", [], [named]),
+        ("GPU-3", [], [named]),
+        ("1", [1], []),
+    ):
+        gpus, others = detect.parse_gpus(text, visible)
+        assert ([gpu.index for gpu in gpus], others) == (indices, unread)
+
+
+@pytest.mark.parametrize(
+    ("visible", "unread"),
+    [
+        ("MIG-77aa0000-0000-0000-0000-000000000000", 1),
+        ("MIG-GPU-4f1c9a52-0000-0000-0000-000000000000/1/0", 1),
+        ("0,MIG-1,7", 2),
+        ("-1", 0),
+        ("NoDevFiles", 0),
+        ("", 0),
+    ],
+)
+def test_a_visible_device_that_the_driver_does_not_list_is_named(visible: str, unread: int) -> None:
+    gpus, others = detect.parse_gpus(TWO, visible)
+    assert ([gpu.index for gpu in gpus], len(others)) == ([0] if visible.startswith("0") else [], unread)
+    assert all("nvidia-smi lists no such GPU" in text and text.split()[2].rstrip(",") in visible for text in others)
+    assert detect.parse_gpus("No devices were found\n", visible) == ([], []), "a machine without GPUs"
+
+
+def test_this_machine_and_a_plan_for_it_name_what_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(detect, "nvidia_smi", lambda *_: "0, GPU-1, NVIDIA GB10, [N/A], [N/A]\n")
+    machine = detect.this_machine()
+    assert machine.gpus == () and "NVIDIA GB10" in machine.unread[0]
+    with pytest.raises(UserError, match="cannot plan for this machine") as refused:
+        planning.request_for("llama-3.1-8b", {})
+    assert refused.value.detail == machine.unread[0]

@@ -107,6 +107,20 @@ def test_a_machine_that_has_what_the_file_says_is_taken() -> None:
         named(odd, gpu="h1000")
 
 
+def test_a_machine_whose_gpus_are_not_understood_is_never_taken_for_one_without() -> None:
+    unread = "GPU 0 (NVIDIA GB10): nvidia-smi prints [N/A] for its memory, [N/A] for what is free"
+    odd = msgspec.structs.replace(cpu_machine(), unread=(unread,))
+    for fields in ({}, {"engine": {"kind": "vllm"}}, {"hardware": {"gpu": "h200"}}, {"hardware": {"gpus_per_node": 1}}):
+        with pytest.raises(UserError, match="cannot use the GPUs of desk") as refused:
+            preflight.as_named(deployment(**fields), preflight.least([H100X2, odd]), is_rehearsal=False)
+        assert (refused.value.exit_code, refused.value.detail) == (2, unread)
+        assert "--set hardware.gpus_per_node=0" in str(refused.value.hint)
+    for fields in ({"hardware": {"gpus_per_node": 0}}, {"engine": {"kind": "llamacpp"}}, {"engine": {"kind": "fake"}}):
+        assert preflight.as_named(deployment(**fields), odd, is_rehearsal=False) == odd
+    mixed = msgspec.structs.replace(H100X2, unread=(unread,))
+    assert preflight.as_named(deployment(), mixed, is_rehearsal=False) == mixed, "the others are used"
+
+
 @pytest.mark.parametrize(
     ("hardware", "machine", "problems"),
     [

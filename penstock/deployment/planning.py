@@ -141,7 +141,7 @@ def _local_gpus(n_wanted: int | None) -> tuple[GpuFacts, int, Links | None, tupl
     if len(names) != 1:
         raise UserError(
             f"cannot plan for this machine: it has {'no GPU' if not gpus else 'GPUs of several kinds'}",
-            detail=", ".join(names) or "nvidia-smi lists none, or is not installed.",
+            detail=", ".join(names or detect.look()[1]) or "nvidia-smi lists none, or is not installed.",
             hint=f"Name the GPU: --gpu h100-sxm --gpus-per-node 8. Known: {', '.join(catalog.gpu_ids())}.",
         )
     card, links = card_of(gpus), detect.links([gpu.index for gpu in gpus])

@@ -23,6 +23,10 @@ from penstock.targets import Target
 from penstock.text import MIB, show_bytes
 
 MIN_FREE_BYTES = 64 * MIB
+UNREAD = (
+    "Set CUDA_VISIBLE_DEVICES there to whole GPUs whose memory nvidia-smi prints (no MIG), or run on the CPU: "
+    "--set hardware.gpus_per_node=0"
+)
 
 
 def unsupported(deployment: Deployment, target: Target) -> list[Problem]:
@@ -115,6 +119,9 @@ def as_named(deployment: Deployment, machine: Machine, is_rehearsal: bool) -> Ma
         n_bytes = (card.memory.nvidia_smi_mib or math.ceil(card.memory.torch_total_gib * 1024)) * MIB
         name = card.names[0] if card.names else card.id
         gpus = tuple(Gpu(index, name, n_bytes, n_bytes) for index in range(1 if n_said is None else n_said))
+    if machine.unread and not gpus and n_said != 0 and deployment.engine.kind in ("auto", "vllm"):
+        message = f"cannot use the GPUs of {machine.host}: it has some, and their memory is not known"
+        raise UserError(message, detail="\n".join(machine.unread), hint=UNREAD)
     problems = []
     others = sorted({gpu.name for gpu in gpus if hardware.gpu and not _is_card(gpu, hardware.gpu)})
     if hardware.gpu and n_said != 0 and (others or not gpus):
@@ -142,6 +149,7 @@ def least(machines: Sequence[Machine]) -> Machine:
         n_cpus=min(machine.n_cpus for machine in machines),
         gpus=smallest.gpus,
         links=smallest.links,
+        unread=smallest.unread,
         versions=first.versions,
     )
 

@@ -92,6 +92,7 @@ def prepare(
     inherited = dict(os.environ) if target.is_this_machine else {}
     warnings = [
         *plan.warnings,
+        *(f"not used: {text}" for text in least.unread if machine.gpus),
         *target.warnings(deployment),
         *(engines.load(plan.engine).warnings(plan) if target.is_this_machine else ()),
         *formation.variable_warnings(inherited | deployment.engine.env),

@@ -13,7 +13,8 @@ class Gpu(msgspec.Struct, frozen=True):
 class Machine(msgspec.Struct, frozen=True):
     """One node as its target reports it; free memory is what a new process could get without swapping.
     `versions`: of "python", "penstock", and of installed "vllm", "ray", "torch"; empty when not asked. `assumed`: why
-    it could not be asked; then all this is what the file says, with the newest vLLM."""
+    it could not be asked; then all this is what the file says, with the newest vLLM. `unread`: GPUs that are there and
+    not understood, each with what is not known of it."""
 
     host: str
     n_cpus: int
@@ -23,6 +24,7 @@ class Machine(msgspec.Struct, frozen=True):
     links: Links | None = None
     versions: dict[str, str] = {}
     assumed: str | None = None
+    unread: tuple[str, ...] = ()
 
 
 class Interface(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ from penstock.text import MIB
 
 # https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files: what a container may use.
 _CGROUP = Path("/sys/fs/cgroup")
+_NO_DEVICE = ("-1", "NoDevFiles", "none", "void")  # CUDA_VISIBLE_DEVICES that hides all GPUs
 
 
 def memory_bytes() -> tuple[int, int]:
@@ -31,14 +32,15 @@ def memory_bytes() -> tuple[int, int]:
 
 def this_machine() -> Machine:
     total, free = memory_bytes()
-    cards = tuple(gpus())
+    cards, unread = look()
     return Machine(
         host=socket.gethostname(),
         n_cpus=len(psutil.Process().cpu_affinity() or [1]),
         memory_bytes=total,
         memory_free_bytes=free,
-        gpus=cards,
+        gpus=tuple(cards),
         links=links([gpu.index for gpu in cards]) if cards else None,
+        unread=tuple(unread),
     )
 
 
@@ -53,6 +55,11 @@ def _cgroup_bytes(name: str) -> int | None:
 
 def gpus() -> list[Gpu]:
     """NVIDIA GPUs as nvidia-smi lists them, those of CUDA_VISIBLE_DEVICES where it is set; none when it fails."""
+    return look()[0]
+
+
+def look() -> tuple[list[Gpu], list[str]]:
+    """The GPUs, and the devices that are not understood, as `parse_gpus`."""
     text = nvidia_smi("--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits")
     return parse_gpus(text, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
@@ -78,17 +85,23 @@ def nvidia_smi(*words: str) -> str:
     return done.stdout
 
 
-def parse_gpus(text: str, visible: str | None) -> list[Gpu]:
-    """The rows of nvidia-smi ("0, GPU-4f1c..., NVIDIA H200, 143771, 143000": MiB) that `visible` names, all when None.
+def parse_gpus(text: str, visible: str | None) -> tuple[list[Gpu], list[str]]:
+    """The rows of nvidia-smi ("0, GPU-4f1c..., NVIDIA H200, 143771, 143000": MiB) that `visible` names, all when None;
+    and what is not understood: rows without memory ("[N/A]": GB10), names of no row ("MIG-4f1c...").
     `visible` is CUDA_VISIBLE_DEVICES: indices or (beginnings of) UUIDs, separated by commas."""
     asked = None if visible is None else [word.strip() for word in visible.split(",") if word.strip()]
-    rows = []
+    rows, unread, named = list[Gpu](), list[str](), {*_NO_DEVICE}
+    is_listed = False
     for line in text.splitlines():
         words = [word.strip() for word in line.split(",")]
         if len(words) != 5 or not words[0].isdigit():
             continue  # a message of the driver between the rows
         index, uuid, name, total, free = words
-        is_asked = asked is None or any(word == index or uuid.startswith(word) for word in asked)
-        if total.isdigit() and free.isdigit() and is_asked:
+        names, is_listed = {word for word in asked or () if word == index or uuid.startswith(word)}, True
+        named |= names
+        if (asked is None or names) and total.isdigit() and free.isdigit():
             rows.append(Gpu(int(index), name, int(total) * MIB, int(free) * MIB))
-    return rows
+        elif asked is None or names:
+            unread.append(f"GPU {index} ({name}): nvidia-smi prints {total} for its memory, {free} for what is free")
+    absent = [word for word in asked or () if is_listed and word not in named]
+    return rows, unread + [f"CUDA_VISIBLE_DEVICES names {word}, and nvidia-smi lists no such GPU" for word in absent]

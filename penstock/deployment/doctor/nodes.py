@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from penstock.deployment.preflight import MIN_FREE_BYTES
+from penstock.deployment.preflight import MIN_FREE_BYTES, UNREAD
 from penstock.errors import Finding, State
 from penstock.hardware import Gpu
 from penstock.log_lines import last_words
@@ -174,9 +174,12 @@ def busy_gpus(node: SurveyedNode, deployment: Deployment) -> list[Gpu]:
 
 
 def _gpus(node: SurveyedNode, deployment: Deployment) -> Iterator[Finding]:
-    gpus = node.check.facts.machine.gpus
+    gpus, unread = node.check.facts.machine.gpus, node.check.facts.machine.unread
+    is_on_cpu = deployment.hardware.gpus_per_node == 0 or deployment.engine.kind not in ("auto", "vllm")
+    state: State = "warning" if gpus or is_on_cpu else "bad"
+    yield from (Finding("gpu", state, text, UNREAD) for text in unread)
     if not gpus:
-        yield Finding("gpu", "ok", "none found")
+        yield from () if unread else (Finding("gpu", "ok", "none found"),)
         return
     free = ", ".join(f"GPU {gpu.index} {show_bytes(gpu.memory_free_bytes)}" for gpu in gpus)
     utilization = deployment.engine.gpu_memory_utilization
