@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import re
 import shutil
 import socket
+import stat
 import sys
 import tempfile
 from pathlib import Path
@@ -99,6 +101,7 @@ def folder() -> Path:
 # replica with its node and its part ("0", "0n1", "0n1r"), or "ssh".
 _TEMPORARY = re.compile(r"penstock-([0-9a-f]+)-(?:ssh|[0-9]+(?:n[0-9]+)?[a-z]?)\Z")
 _OF_ENGINE = re.compile(r"penstock-[0-9a-f]+-[0-9]+(?:n[0-9]+)?[a-ik-z]?\Z")  # "j" is a guard on a Ray cluster
+_OWNER = ".run"  # in a temporary folder: the run folder that it belongs to
 # The path of a Unix socket has at most 107 bytes, of which ssh's %C takes 40 and its temporary ending 17.
 _SHORT_FOLDER = 24
 
@@ -109,6 +112,37 @@ def private_folder(run_id: str, replica: str, part: str = "") -> Path:
     `part` tells the processes of one replica on one machine apart: "n1" is node 1, then a letter for Ray or a guard.
     """
     return Path(tempfile.gettempdir()) / f"penstock-{run_id}-{replica}{part}"
+
+
+def make_private(path: Path, run: Path | str | None = None) -> Path:
+    """Make a folder that only this user can reach, or use the one that is there; `run`: the run folder that owns it.
+
+    Its name can be guessed, and any user can write where it lies.  Raises UserError unless it is a private folder.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    if not is_private(path):
+        message = f'cannot use "{path}": it is a link, or other users can reach it'
+        raise UserError(message, hint="Remove it, or use another folder: mkdir -p -m 700 ~/tmp && export TMPDIR=~/tmp")
+    if run is not None:
+        (path / _OWNER).write_text(str(run), "utf-8")
+    return path
+
+
+def is_private(path: Path) -> bool:
+    """Whether this is a folder, no link, which belongs to this user and which nobody else can reach."""
+    try:
+        facts = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o077
+
+
+def owner_of(folder: Path) -> Path | None:
+    """The run folder that a temporary folder belongs to; None where it does not name one."""
+    with contextlib.suppress(OSError, ValueError):
+        return Path((folder / _OWNER).read_text("utf-8"))
+    return None
 
 
 def control_folder(owner: str) -> Path:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, UserError
 from penstock.hardware import Gpu
 from penstock.node import gpu_locks, gpu_memory
+from penstock.paths import gpu_locks_folder, is_private
 from penstock.text import GIB
 
 
@@ -40,6 +41,31 @@ def test_two_nodes_take_different_gpus_and_none_that_somebody_fills() -> None:
         gpu_locks.claim(1, 0.9, wait_s=0.0, look=lambda: machine(100, 100, 100, 100))
     first.release()
     assert gpu_locks.claim(1, 0.9, wait_s=0.0, look=lambda: machine(10, 100, 100, 100)).indices == (1,)
+
+
+def test_a_lock_folder_that_others_reach_is_refused(folder: Path) -> None:
+    """Another user could make it first, with links in it, and hold all locks."""
+    place, elsewhere = gpu_locks_folder(), folder / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    place.symlink_to(elsewhere)
+    with pytest.raises(UserError, match="is a link, or other users can reach it") as refusal:
+        gpu_locks.claim(1, 0.9, look=lambda: machine(100))
+    assert "TMPDIR" in str(refusal.value.hint) and list(elsewhere.iterdir()) == []
+    place.unlink()
+    place.mkdir()
+    place.chmod(0o777)
+    with pytest.raises(UserError, match="other users"):
+        gpu_locks.claim(1, 0.9, look=lambda: machine(100))
+    place.chmod(0o700)
+    assert gpu_locks.claim(1, 0.9, look=lambda: machine(100)).indices == (0,)
+
+
+def test_a_folder_of_another_user_is_not_private(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "theirs").mkdir(mode=0o700)
+    assert is_private(folder / "theirs")
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    assert not is_private(folder / "theirs")
 
 
 @pytest.mark.loopback

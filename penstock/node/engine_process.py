@@ -18,6 +18,7 @@ import psutil
 
 from penstock import processes
 from penstock.engines import Command
+from penstock.paths import make_private
 from penstock.wire.announcement import Process
 
 _TAIL_LINES = 400  # enough to reach from "see root cause above" back to the cause in vLLM's tracebacks
@@ -38,7 +39,8 @@ class EngineProcess:
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self._marks, self._on_line = marks, on_line
         shutil.rmtree(folder, ignore_errors=True)
-        (folder / "tmp").mkdir(parents=True, mode=0o700)
+        make_private(folder, marks.run)
+        (folder / "tmp").mkdir(mode=0o700)
         for name, text in command.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, "utf-8")

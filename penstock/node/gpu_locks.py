@@ -16,7 +16,7 @@ from typing import IO
 from penstock.errors import PenstockError
 from penstock.hardware import Gpu
 from penstock.hardware.detect import gpus
-from penstock.paths import gpu_locks_folder
+from penstock.paths import gpu_locks_folder, make_private
 from penstock.text import show_bytes
 
 _WAIT_S = 30.0  # a dead predecessor's memory is free after a few seconds
@@ -70,9 +70,7 @@ def _take(machine: Sequence[Gpu], count: int, utilization: float) -> Claim:
 
 
 def _lock(index: int) -> IO[bytes] | None:
-    folder = gpu_locks_folder()
-    folder.mkdir(mode=0o700, exist_ok=True)
-    lock = (folder / str(index)).open("ab")
+    lock = (make_private(gpu_locks_folder()) / str(index)).open("ab")
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return lock

@@ -96,9 +96,7 @@ class Scratch:
     """The folder of this user's passing copies on this machine, locked as long as some process uses it."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.lstat().st_uid != os.getuid():
-            raise PermissionError(f"{folder} belongs to another user")
+        paths.make_private(folder)
         self.folder = folder
         self._lock: IO[str] | None = _lock(folder, fcntl.LOCK_SH)
 
@@ -106,7 +104,7 @@ class Scratch:
     def find(cls) -> Scratch | None:
         """On the first disk of this machine that takes it; None, with a printed note, when there is none."""
         for place in scratch_folders():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, UserError):
                 return cls(place)
         print("penstock: no scratch disk to stage on; the weights are read where they are", flush=True)
         return None
@@ -121,8 +119,9 @@ class Scratch:
 
 def remove_unused(folder: Path) -> None:
     """Remove the passing copies in a folder that no process uses. Safe to call at any time."""
-    with contextlib.suppress(OSError), _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
-        shutil.rmtree(folder)
+    if paths.is_private(folder):
+        with contextlib.suppress(OSError), _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            shutil.rmtree(folder)
 
 
 def scratch_folders() -> Iterator[Path]:

@@ -20,7 +20,7 @@ from typing import IO, NamedTuple, TypeVar
 from penstock import processes
 from penstock.errors import PenstockError
 from penstock.log_lines import last_words
-from penstock.paths import control_folder
+from penstock.paths import control_folder, home, is_private, make_private
 from penstock.wire.structs import prepare_loaded
 
 _CONNECT_S = 5
@@ -171,7 +171,7 @@ class Ssh:
 
     def close(self, hosts: Sequence[str]) -> None:
         """End the shared connections. Safe to repeat."""
-        if not self._folder.is_dir():
+        if not is_private(self._folder):
             return
         # Processes, not threads: at the exit of the interpreter no thread can start.
         leaving = []
@@ -190,13 +190,8 @@ class Ssh:
     def _make_folder(self) -> None:
         if self._is_interactive:
             return
-        self._folder.mkdir(mode=0o700, exist_ok=True)
         # The owner of the socket's folder can use our connections.
-        facts = self._folder.lstat()
-        if facts.st_uid != os.getuid() or facts.st_mode & 0o077 or self._folder.is_symlink():
-            raise PenstockError(
-                f'cannot use "{self._folder}" for connections: other users can reach it', hint="Remove it."
-            )
+        make_private(self._folder, self._env.get(processes.MARK_RUN, home() / "runs" / "none"))
 
 
 Piped = subprocess.Popen[bytes]

@@ -178,24 +178,21 @@ def environment(args: RankArgs) -> dict[str, str]:
     return chosen
 
 
-def _start(args: RankArgs) -> subprocess.Popen[str]:
+def _start(args: RankArgs, logs: Path) -> subprocess.Popen[str]:
     argv = [sys.executable, "-m", "penstock.node.checks.all_reduce", "--rank-args", msgspec.json.encode(args).decode()]
     more = environment(args)
     if args.backend == "nccl":
-        more["NCCL_DEBUG_FILE"] = _debug_file(args)
+        more["NCCL_DEBUG_FILE"] = str(logs / str(args.local))
     return subprocess.Popen(argv, env=os.environ | more, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def _debug_file(args: RankArgs) -> str:
-    return str(Path(tempfile.gettempdir()) / f"penstock-nccl-{os.getpid()}-{args.local}")
 
 
 def run_node(all_args: Sequence[RankArgs]) -> Collective:
     """One process for each rank of this node; the answer of its first one, or the first error."""
-    children = [_start(args) for args in all_args]
-    answers = [_answer(args, child) for args, child in zip(all_args, children, strict=True)]
-    failed = next((answer for answer in answers if answer.error), None)
-    return msgspec.structs.replace(failed or answers[0], network=_network(all_args))
+    with tempfile.TemporaryDirectory(prefix="penstock-nccl-") as logs:
+        children = [_start(args, Path(logs)) for args in all_args]
+        answers = [_answer(args, child) for args, child in zip(all_args, children, strict=True)]
+        failed = next((answer for answer in answers if answer.error), None)
+        return msgspec.structs.replace(failed or answers[0], network=_network(Path(logs)))
 
 
 def _answer(args: RankArgs, child: subprocess.Popen[str]) -> Collective:
@@ -209,16 +206,12 @@ def _answer(args: RankArgs, child: subprocess.Popen[str]) -> Collective:
     return args.failed(last_words(err.splitlines(), signs=()) or "it printed nothing")
 
 
-def _network(all_args: Sequence[RankArgs]) -> str | None:
-    """The network in NCCL's logs, which it removes."""
-    network = None
-    for args in all_args:
-        path = Path(_debug_file(args))
-        with contextlib.suppress(OSError):
-            match = _NET.search(path.read_text("utf-8", "replace"))
-            network = network or (match[1].strip()[:60] if match else None)
-            path.unlink()
-    return network
+def _network(logs: Path) -> str | None:
+    """The network in NCCL's logs."""
+    for path in sorted(logs.iterdir()):
+        if match := _NET.search(path.read_text("utf-8", "replace")):
+            return match[1].strip()[:60]
+    return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

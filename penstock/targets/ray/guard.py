@@ -24,7 +24,7 @@ from typing import Any
 
 import penstock
 from penstock import processes
-from penstock.paths import private_folder, remove_temporary
+from penstock.paths import make_private, private_folder, remove_temporary
 
 _ORPHAN_GRACE_S = 5.0  # no drain: Ray has given the node's GPUs away already
 _OTHER_S = 60.0
@@ -48,7 +48,7 @@ class NodeGuard:
     def _start(self) -> subprocess.Popen[bytes]:
         args, here = self._args, str(Path(penstock.__file__).parent)
         self._sweep()
-        self._folder.mkdir(mode=0o700)
+        make_private(self._folder, self._run)
         token, launch = self._folder / "admin-token", self._folder / "launch.json"
         token.touch(0o600)
         token.write_text(args["token"], "utf-8")
