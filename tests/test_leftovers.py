@@ -18,6 +18,7 @@ from penstock import processes
 from penstock import run_folder as runs
 from penstock.deployment import leftovers
 from penstock.deployment.leftovers import FolderFacts, FolderState, ProcessFacts, judge
+from penstock.paths import make_private
 from penstock.processes import Marked
 from penstock.run_folder import Desired, Run, State
 
@@ -133,13 +134,38 @@ def test_what_may_live_is_left_alone(tmp_path: Path, marked: list[Marked], monke
     assert names() == [], "placed from another machine, whose target ends it"
 
 
-def test_a_home_that_is_not_mounted_is_unknown(tmp_path: Path, marked: list[Marked]) -> None:
+def test_another_home_is_left_alone(tmp_path: Path, marked: list[Marked], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`clean --yes` used to remove temporary folders of every PENSTOCK_HOME of the user."""
+    made: dict[str, list[str]] = {}
+    for home, pid, earlier_id in (("mine", 7, "a1"), ("other", 8, "b2")):
+        monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / home))
+        run = run_folder()
+        end(run)
+        known, earlier = private_folder(tmp_path, run.record().id), tmp_path / f"penstock-{earlier_id}-0"
+        make_private(earlier, run.path)  # of a launch whose id no run folder has any more
+        marked.append(Marked(pid, 1.0, "node", str(run.path), earlier_id, "0", "python"))
+        made[home] = sorted([str(pid), str(known), str(earlier)])
+    private_folder(tmp_path, "0a1b2c")  # it names no home
+    for home, own in made.items():
+        monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / home))
+        assert sorted(names(with_ended_runs=False)) == own
+    marked.clear()
+    assert leftovers.clean(leftovers.leftovers().found) == []
+    left = {path.name for path in tmp_path.glob("penstock-*")}
+    assert left == {*(Path(path).name for path in made["mine"] if path != "7"), "penstock-0a1b2c-0"}
+
+
+def test_a_home_that_is_not_mounted_is_unknown(
+    tmp_path: Path, marked: list[Marked], monkeypatch: pytest.MonkeyPatch
+) -> None:
     marked.append(process_of(Run(tmp_path / "away" / "runs" / "one"), run_id="0a1b2c"))
     private_folder(tmp_path, "0a1b2c")
     assert names() == []
     assert [item.name for item in leftovers.leftovers().unknown] == ["7"]
     (tmp_path / "away" / "runs").mkdir(parents=True)
-    assert "7" in names(), "its folder was removed"
+    assert names() == [], "its folder was removed, which is for that home"
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "away"))
+    assert "7" in names()
 
 
 def test_of_the_same_name_an_earlier_launch_is_left_behind_and_a_folder_that_is_no_engines_is_not(

@@ -1,7 +1,7 @@
 """The verb `clean`: what deployments left on this machine, and its removal. What lives, or may live, is never touched.
 
 `judge` decides, from facts about each process and each temporary folder. What cannot be seen from here (a home that is
-not mounted) is unknown, not gone; processes of another user, or of a container, are not ours to judge.
+not mounted) is unknown, not gone; what another home, another user or a container owns is not ours to judge.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +17,7 @@ import msgspec
 
 from penstock import processes, run_folder, targets
 from penstock.errors import PenstockError
-from penstock.paths import every_temporary, is_held
+from penstock.paths import every_temporary, home, is_held, owner_of
 from penstock.processes import Marked
 from penstock.run_folder import Run
 
@@ -26,7 +26,7 @@ FolderState = Literal["living", "ended", "replaced", "absent", "unseen"]
 
 
 class ProcessFacts(msgspec.Struct, frozen=True):
-    """A marked process. `is_near`: our user's, in our mount and pid namespaces, placed from this machine."""
+    """A marked process. `is_near`: our user's, in our mount and pid namespaces, of this home or of one not seen."""
 
     process: Marked
     is_near: bool
@@ -34,7 +34,8 @@ class ProcessFacts(msgspec.Struct, frozen=True):
 
 
 class FolderFacts(msgspec.Struct, frozen=True):
-    """A temporary folder, and the launch that it belongs to. `is_held`: a process locks it, or listens in it."""
+    """A temporary folder, and the launch that it belongs to. `is_own`: of this user, and of a launch of this home.
+    `is_held`: a process locks it, or listens in it."""
 
     path: str
     run_id: str
@@ -91,12 +92,13 @@ def leftovers(with_ended_runs: bool = False) -> Leftovers:
     """Processes, temporary folders and what targets have whose deployment is gone or ended; ended run folders when
     asked."""
     marked = [_process_facts(process) for process in processes.find_marked()]
-    folders = [_folder_facts(path, run_id) for path, run_id in every_temporary().items()]
-    runs, living = run_folder.every(), set[str]()
+    runs, ids, living = run_folder.every(), set[str](), set[str]()
     for run in runs:
-        if _state_of(run) == "living":
-            with contextlib.suppress(PenstockError):  # a damaged folder: its processes know their id
+        with contextlib.suppress(PenstockError):  # a damaged folder: its processes know their id
+            ids.add(run.record().id)
+            if _state_of(run) == "living":
                 living.add(run.record().id)
+    folders = [_folder_facts(path, run_id, ids) for path, run_id in every_temporary().items()]
     judged = judge(marked, folders, living)
     items = [*judged.found]
     items += [Leftover("host", left.place, left.what, left=left) for left in run_folder.every_left()]
@@ -123,7 +125,12 @@ def _of_targets() -> tuple[list[Leftover], list[str]]:
 def _process_facts(process: Marked) -> ProcessFacts:
     # A node on a machine that others share has no run folder there: the target that placed it ends it.
     is_near = process.run.startswith("/") and processes.is_near(process.pid)
-    return ProcessFacts(process, is_near, _folder_seen_by(process) if is_near else "unseen")
+    folder = _folder_seen_by(process) if is_near else "unseen"
+    return ProcessFacts(process, is_near and (folder == "unseen" or _is_of_home(Path(process.run))), folder)
+
+
+def _is_of_home(run: Path) -> bool:
+    return run.parent == home() / "runs"
 
 
 def _folder_seen_by(process: Marked) -> FolderState:
@@ -159,9 +166,11 @@ def _writes_a_log(pid: int) -> bool:
     return output.startswith("/") and not output.startswith("/dev/") and not output.endswith(" (deleted)")
 
 
-def _folder_facts(path: Path, run_id: str) -> FolderFacts:
+def _folder_facts(path: Path, run_id: str, ids: Collection[str]) -> FolderFacts:
     try:
-        is_own = path.lstat().st_uid == os.getuid()
+        owner = owner_of(path)
+        is_of_home = _is_of_home(owner) if owner is not None else run_id in ids
+        is_own = is_of_home and path.lstat().st_uid == os.getuid()
         return FolderFacts(str(path), run_id, is_own, is_own and is_held(path))
     except OSError:
         return FolderFacts(str(path), run_id, is_own=False, is_held=True)
