@@ -472,7 +472,6 @@ def _keep_folders(old: Run, new: Run) -> None:
 
 
 def _fill(run: Run, draft: Draft, now: float) -> None:
-    run.path.chmod(0o755)
     for sub in ("artifact", "logs"):
         (run.path / sub).mkdir()
     (run.path / "secrets").mkdir(mode=0o700)

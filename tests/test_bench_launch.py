@@ -17,10 +17,12 @@ from samples import demo_plan
 
 from penstock.bench import calibrate
 from penstock.bench.report import text as show
+from penstock.bench.results import folder as folders
 from penstock.bench.results.folder import Result
 from penstock.bench.results.stats import Timed
 from penstock.bench.serve import Report
 from penstock.cli import main
+from penstock.cli.bench.arguments import private
 from penstock.cli.bench.deployment import Launch, deployed_of
 from penstock.cli.bench.deployment import predicted as predicted_of
 from penstock.deployment import planning
@@ -45,6 +47,28 @@ def launch(engine: str = "vllm", **changed: Any) -> Launch:
         "max_num_seqs": 8, "gpu_memory_utilization": 0.92, "args": {}, "forecast": Forecast(KEY, 100.0),
     }  # fmt: skip
     return Launch(reading.parse(FILE, "one.yaml"), demo_plan(engine, **{**facts, **changed}))
+
+
+def test_results_show_no_secret_of_a_deployment_and_belong_to_its_user(tmp_path: Path) -> None:
+    env = {"HF_TOKEN": "hf_secret", "HTTPS_PROXY": "http://me:pw_secret@proxy"}
+    of_run = reading.parse(FILE, "one.yaml")
+    given = {"hf-token": "arg_secret", "seed": 7, "attention-backend": "FLASHINFER"}
+    engine = msgspec.structs.replace(of_run.engine, env=env, args=given)
+    store = "postgresql://me:pw_secret@db/usage"
+    gateway = msgspec.structs.replace(of_run.gateway, store=store)
+    whole = msgspec.structs.replace(of_run, engine=engine, gateway=gateway)
+    plan = launch(env=env, args=given).plan
+    with private():
+        folders.prepare(tmp_path / "new")
+        Launch(whole, plan).keep(tmp_path / "new")
+    kept = list((tmp_path / "new").iterdir())
+    assert sorted(path.name for path in kept) == ["plan.json", "spec.yaml"]
+    assert [path.stat().st_mode & 0o777 for path in (tmp_path / "new", *kept)] == [0o700, 0o600, 0o600]
+    for path in kept:
+        text = path.read_text()
+        assert "secret" not in text and "HF_TOKEN" in text and "***" in text and "FLASHINFER" in text
+    shown = reading.load(tmp_path / "new" / "spec.yaml")
+    assert shown.engine.args == given | {"hf-token": "***"} and shown.gateway.store == "postgresql://***@db/usage"
 
 
 def measured(concurrency: int | None, replicas: int = 1) -> dict[str, Any]:

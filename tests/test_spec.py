@@ -236,6 +236,11 @@ def test_differences_name_each_changed_field() -> None:
     assert reading.differences(before, before) == []
 
 
+def test_differences_show_no_value_of_a_variable() -> None:
+    before, after = (reading.parse(f"model: m\nengine: {{env: {{HF_TOKEN: hf_{n}}}}}") for n in (1, 2))
+    assert reading.differences(before, after) == ["engine.env.HF_TOKEN: *** -> ***"]
+
+
 @pytest.mark.parametrize(
     ("lines", "auth"),
     [

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from penstock.planner.speed.estimate import Speed
 from penstock.planner.throughput import throughput
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment, Parallel, Scalar, Workload
+from penstock.spec.secret_names import secret_names, without_secrets
 from penstock.text import bare_flag
 
 _Value = Scalar | list[Scalar]
@@ -162,12 +164,19 @@ def request_of(deployment: Deployment, of_model: Facts, gpu: str) -> SizingReque
         network=hardware.link,
         max_model_len=deployment.engine.max_model_len,
         gpu_memory_utilization=deployment.engine.gpu_memory_utilization,
-        more_args=tuple(pass_through(more)),
-        environment=tuple(f"{name}={value}" for name, value in sorted(deployment.engine.env.items())),
+        more_args=tuple(pass_through(without_secrets(more))),
+        environment=tuple(_fingerprints(deployment.engine.env)),
         **(msgspec.structs.asdict(cut) if cut else {}),
         **msgspec.structs.asdict(deployment.workload),
         **known,
     )
+
+
+def _fingerprints(environment: Mapping[str, str]) -> Iterator[str]:
+    """Variables with hashes of their values, without secrets: keys of measurements are kept, and shown in plans."""
+    secret = secret_names(environment)
+    for name in sorted(environment.keys() - secret):
+        yield f"{name}:{hashlib.sha256(environment[name].encode()).hexdigest()[:12]}"
 
 
 def _planned(args: Mapping[str, _Value]) -> tuple[dict[str, Any], dict[str, _Value]]:

@@ -22,6 +22,7 @@ from penstock.spec.blocks import SHARED
 from penstock.spec.deployment import DEMO_MODEL, TARGETS, Deployment, Observe, default_name, is_legal_name
 from penstock.spec.gateway import is_loopback, setting_problems
 from penstock.spec.scaling import replicas_rules
+from penstock.spec.secret_names import without_secrets
 from penstock.text import bare_flag
 
 
@@ -197,11 +198,12 @@ def to_yaml(deployment: Deployment) -> str:
 
 def differences(before: Deployment, after: Deployment) -> list[str]:
     """The changes from one deployment to another, one "path: old -> new" line each."""
-    old, new = (dict(_leaves(msgspec.to_builtins(side), "")) for side in (before, after))
-    paths = [*old, *(path for path in new if path not in old)]
+    sides = [msgspec.to_builtins(side) for side in (before, after)]
+    old, new = (dict(_leaves(side, "")) for side in sides)
+    was, now = (dict(_leaves(without_secrets(side), "")) for side in sides)
     return [
-        f"{path}: {_shown(old.get(path))} -> {_shown(new.get(path))}"
-        for path in paths
+        f"{path}: {_shown(was.get(path))} -> {_shown(now.get(path))}"
+        for path in [*old, *(path for path in new if path not in old)]
         if old.get(path) != new.get(path)
     ]
 

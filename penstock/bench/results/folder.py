@@ -80,7 +80,7 @@ def new_folder(home: Path, now: float) -> Path:
 def prepare(folder: Path) -> None:
     """Make the folder before the run, which may take an hour.  Raises UserError when it cannot be written."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         probe = folder / ".probe"
         probe.touch()
         probe.unlink()

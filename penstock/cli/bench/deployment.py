@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,11 +21,10 @@ if TYPE_CHECKING:
 
 
 class Launch(NamedTuple):
-    """What is known here of a deployment: its file, its plan, and both in its run's folder. Empty: nothing is."""
+    """What is known here of a deployment: its file and its plan. Empty: nothing is."""
 
     deployment: Deployment | None = None
     plan: Plan | None = None
-    files: tuple[Path, ...] = ()
 
     @property
     def versions(self) -> dict[str, str]:
@@ -68,8 +66,16 @@ class Launch(NamedTuple):
             report.result["predicted"] = None
 
     def keep(self, folder: Path) -> None:
-        for file in self.files:
-            shutil.copyfile(file, folder / file.name)
+        """Write the file and the plan next to the results, without secrets: results are shared."""
+        import msgspec
+
+        from penstock.spec.reading import to_yaml
+        from penstock.spec.secret_names import hide_secrets
+
+        if self.deployment is not None and self.plan is not None:
+            (folder / "spec.yaml").write_text(to_yaml(hide_secrets(self.deployment)), "utf-8")
+            plan = msgspec.json.encode(hide_secrets(self.plan))
+            (folder / "plan.json").write_bytes(msgspec.json.format(plan, indent=2))
 
 
 def behind(url: str, name: str | None = None) -> Launch:
@@ -82,7 +88,7 @@ def behind(url: str, name: str | None = None) -> Launch:
         try:
             if run.is_ended() or (run.name != name if name else run.known_url != address):
                 continue
-            return Launch(run.deployment(), run.plan(), (run.path / "plan.json", run.path / "spec.yaml"))
+            return Launch(run.deployment(), run.plan())
         except PenstockError:  # a damaged folder
             continue
     return Launch()

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -24,7 +25,7 @@ from penstock.cli.arguments import (
     positive,
     share,
 )
-from penstock.cli.bench.arguments import add_lengths, add_new_seed, new_seed
+from penstock.cli.bench.arguments import add_lengths, add_new_seed, new_seed, private
 from penstock.cli.output import print_json, print_step
 from penstock.errors import EXIT_OURS, PenstockError, UserError
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from penstock.bench.load.arrivals import Pace, PlannedRequest
     from penstock.bench.load.run import Progress
     from penstock.bench.serve import Report, Service
+    from penstock.bench.serve import Run as BenchRun
+    from penstock.cli.bench.deployment import Launch
     from penstock.run_folder import Run
 
 _INTERRUPTED = 130
@@ -123,11 +126,7 @@ def _serve(options: argparse.Namespace) -> int:
     compiled.activate()
     from penstock.bench import serve
     from penstock.bench.load import arrivals
-    from penstock.bench.report import html, vllm
-    from penstock.bench.results import folder as folders
     from penstock.cli.bench.deployment import behind
-    from penstock.cli.bench.requests import write
-    from penstock.paths import home
 
     options.seed = new_seed() if options.seed is None else options.seed
     service, pace, bounds = _service(options), _pace(options), _bounds(options.goodput, options.stream)
@@ -138,13 +137,39 @@ def _serve(options: argparse.Namespace) -> int:
         pace = msgspec.structs.replace(pace, n_requests=len(requests))
     if offs := [abs(request.n_off) for request in requests if request.n_off]:
         _say(options, f"{len(offs)} of {len(requests)} prompts are off by up to {max(offs)} tokens: no text was exact")
-    folder = options.out or folders.new_folder(home(), time.time())
-    is_new = not folder.exists()
-    folders.prepare(folder)
     plain = (str, int, float, list, dict, type(None))
     flags = {key: value for key, value in sorted(vars(options).items()) if isinstance(value, plain)}
     what = serve.Run(service, pace, bounds, options.warmup, {**flags, "arrival": pace.arrival})
     what = msgspec.structs.replace(what, percentiles=options.percentiles)
+    report = _run(options, what, requests, warmup, launch)
+    if options.json:
+        print_json(report.result)
+    else:
+        print(_text(options, pace, report))
+        print(f"written to {report.result['folder']} (report.html is the page)")
+    if report.was_interrupted:
+        return _INTERRUPTED
+    return 0 if report.verdict.valid else EXIT_OURS
+
+
+@private()
+def _run(
+    options: argparse.Namespace,
+    what: BenchRun,
+    requests: Sequence[PlannedRequest],
+    warmup: Sequence[PlannedRequest],
+    launch: Launch,
+) -> Report:
+    """Run, and write the results."""
+    from penstock.bench import serve
+    from penstock.bench.report import html, vllm
+    from penstock.bench.results import folder as folders
+    from penstock.cli.bench.requests import write
+    from penstock.paths import home
+
+    folder = options.out or folders.new_folder(home(), time.time())
+    is_new = not folder.exists()
+    folders.prepare(folder)
     shows = sys.stderr.isatty()
     if options.warmup:
         _say(options, f"warming up with {options.warmup} request{'s' * (options.warmup != 1)}, not counted")
@@ -164,14 +189,7 @@ def _serve(options: argparse.Namespace) -> int:
     if options.save_result:
         vllm.save(folder)
     write(folder / "report.html", html.page([folders.load(folder)]))
-    if options.json:
-        print_json(report.result)
-    else:
-        print(_text(options, pace, report))
-        print(f"written to {folder} (report.html is the page)")
-    if report.was_interrupted:
-        return _INTERRUPTED
-    return 0 if report.verdict.valid else EXIT_OURS
+    return report
 
 
 def _text(options: argparse.Namespace, pace: Pace, report: Report) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.arguments import add_json, complete, count, deployment_of, numbers, positive, share
-from penstock.cli.bench.arguments import add_calibrate, add_layouts, add_lengths, add_new_seed, new_seed
+from penstock.cli.bench.arguments import add_calibrate, add_layouts, add_lengths, add_new_seed, new_seed, private
 from penstock.cli.output import print_json, print_step
 from penstock.errors import UserError
 
@@ -151,6 +151,7 @@ def _search(options: argparse.Namespace, place: Place, slo: Slo, where: Search, 
     return sweep.search(measured, slo, where, report)
 
 
+@private()
 def measure(
     options: argparse.Namespace, place: Place, rate: float | None, concurrency: int | None, folder: Path
 ) -> dict[str, Any]:
@@ -216,6 +217,7 @@ def _place(options: argparse.Namespace, deployment: Deployment | None, tensor: i
                 stop.down(run, now=True)
 
 
+@private()
 def _write(
     options: argparse.Namespace,
     slo: Slo,
