@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ from penstock import processes
 from penstock import run_folder as runs
 from penstock.deployment import leftovers
 from penstock.deployment.leftovers import FolderFacts, FolderState, ProcessFacts, judge
+from penstock.errors import UserError
+from penstock.gateway.accounting import store
+from penstock.gateway.accounting.key_store import KeyStore, Limits
 from penstock.paths import make_private
 from penstock.processes import Marked
 from penstock.run_folder import Desired, Run, State
@@ -176,6 +180,41 @@ def test_of_the_same_name_an_earlier_launch_is_left_behind_and_a_folder_that_is_
     assert names() == []
     marked.append(process_of(run_folder(), run_id="0a1b2c"))
     assert names() == ["7"]
+
+
+@pytest.mark.usefixtures("marked")
+def test_keys_and_usage_outlive_a_deployment_until_they_are_named() -> None:
+    """`clean --runs --yes` used to delete them without a word, and its hint left the folders out."""
+    run = run_folder()
+    with closing(store.connect(str(run.store_file))) as database:
+        KeyStore(database).create("alice", Limits(), NOW)
+    with pytest.raises(UserError, match="it has not ended"):
+        leftovers.leftovers(keys_of=run.name)
+    end(run)
+    shown = call("clean", "--runs")
+    assert f"; 1 key and 0 requests stay until `penstock clean --keys {run.name} --yes`" in shown.out
+    assert "run `penstock clean --runs --yes` to remove these" in shown.out
+    assert call("clean", "--runs", "--yes").out.endswith("removed\n")
+    assert [path.name for path in run.path.iterdir()] == ["store.sqlite"] and names() == []
+    assert leftovers._state_of(run, "0a1b2c") == "absent", "what ran there is left behind"
+    run = run_folder()
+    with closing(store.connect(str(run.store_file))) as database:
+        assert [key.name for key in KeyStore(database).all()] == ["alice"], "the next of that name has them"
+    end(run)
+    shown = call("clean", "--runs", "--keys", run.name)
+    assert f'1 key and 0 requests of the deployment "{run.name}"' in shown.out
+    assert f"run `penstock clean --runs --keys {run.name} --yes` to remove these" in shown.out
+    assert call("clean", "--runs", "--keys", run.name, "--yes").code == 0 and not run.path.exists()
+    refused = call("clean", "--keys", run.name, "--yes")
+    assert refused.code == 2 and f'cannot find keys and usage of "{run.name}"' in refused.err
+
+
+@pytest.mark.usefixtures("marked")
+def test_a_folder_without_keys_and_usage_goes_whole() -> None:
+    run = run_folder()
+    store.connect(str(run.store_file)).close()
+    end(run)
+    assert leftovers.clean(leftovers.leftovers(with_ended_runs=True).found) == [] and not run.path.exists()
 
 
 ROLES = ("gateway", "node", "engine")

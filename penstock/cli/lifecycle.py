@@ -99,9 +99,20 @@ def register_down(parser: argparse.ArgumentParser) -> None:
 
 def register_clean(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--yes", action="store_true", help="remove what was found")
-    parser.add_argument("--runs", action="store_true", help="include the folders (logs, plans) of ended deployments")
+    parser.add_argument(
+        "--runs",
+        action="store_true",
+        help="include the folders (logs, plans) of ended deployments, without keys and usage",
+    )
+    parser.add_argument("--keys", metavar="NAME", help="include the keys and the usage of this ended deployment")
     arguments.add_json(parser)
-    arguments.complete(parser, _clean, ("penstock clean", "penstock clean --yes", "penstock clean --runs --yes"))
+    examples = (
+        "penstock clean",
+        "penstock clean --yes",
+        "penstock clean --runs --yes",
+        "penstock clean --keys NAME --yes",
+    )
+    arguments.complete(parser, _clean, examples)
 
 
 def _up(options: argparse.Namespace) -> int:
@@ -354,7 +365,7 @@ def _clean(options: argparse.Namespace) -> int:
 
     from penstock.deployment import leftovers
 
-    items = leftovers.leftovers(options.runs)
+    items = leftovers.leftovers(options.runs, options.keys)
     for message in items.silent:
         print_step(f"warning: {message}")
     stuck = leftovers.clean(items.found) if options.yes else []
@@ -368,7 +379,8 @@ def _clean(options: argparse.Namespace) -> int:
         if items.unknown:
             print("what is unknown may be in use: is its home mounted here? It is left alone")
         if items.found and not stuck:
-            print("removed" if options.yes else "run `penstock clean --yes` to remove these")
+            words = ["penstock clean", *["--runs"] * options.runs, *(["--keys", options.keys] if options.keys else [])]
+            print("removed" if options.yes else f"run `{' '.join(words)} --yes` to remove these")
     if stuck:
         raise PenstockError("could not remove everything", detail="\n".join(item.name for item in stuck))
     return 0

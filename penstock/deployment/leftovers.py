@@ -16,10 +16,14 @@ from typing import Literal
 import msgspec
 
 from penstock import processes, run_folder, targets
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, UserError
+from penstock.gateway.accounting import store
+from penstock.gateway.accounting.key_store import KeyStore
+from penstock.gateway.accounting.usage_store import UsageStore
 from penstock.paths import every_temporary, home, is_held, owner_of
 from penstock.processes import Marked
 from penstock.run_folder import Run
+from penstock.spec.deployment import is_legal_name
 
 # How the run folder of a process looks from here; "replaced": a folder of that name, of another launch.
 FolderState = Literal["living", "ended", "replaced", "absent", "unseen"]
@@ -46,8 +50,8 @@ class FolderFacts(msgspec.Struct, frozen=True):
 class Leftover(msgspec.Struct, frozen=True):
     """Something that no living deployment owns, or that may live (`clean` then leaves it alone).
 
-    `kind`: "process", "folder" (temporary), "run" (an ended deployment's folder), "host" (not reached by `down`), or
-    the name of the target that still has it.
+    `kind`: "process", "folder" (temporary), "run" (an ended deployment's folder, without its keys and usage), "keys"
+    (those), "host" (not reached by `down`), or the name of the target that still has it.
     """
 
     kind: str
@@ -88,9 +92,11 @@ def judge(marked: Sequence[ProcessFacts], folders: Sequence[FolderFacts], living
     return Leftovers(found, unknown)
 
 
-def leftovers(with_ended_runs: bool = False) -> Leftovers:
-    """Processes, temporary folders and what targets have whose deployment is gone or ended; ended run folders when
-    asked."""
+def leftovers(with_ended_runs: bool = False, keys_of: str | None = None) -> Leftovers:
+    """Processes, temporary folders and what targets have whose deployment is gone or ended; ended run folders, and the
+    keys and usage of the deployment `keys_of`, when asked.  Raises UserError where it has none, or has not ended.
+    """
+    keys = [] if keys_of is None else [_keys(keys_of)]
     marked = [_process_facts(process) for process in processes.find_marked()]
     runs, ids, living = run_folder.every(), set[str](), set[str]()
     for run in runs:
@@ -104,12 +110,44 @@ def leftovers(with_ended_runs: bool = False) -> Leftovers:
     items += [Leftover("host", left.place, left.what, left=left) for left in run_folder.every_left()]
     if with_ended_runs:
         items += [
-            Leftover("run", str(run.path), f'folder of the ended deployment "{run.name}"')
+            Leftover("run", str(run.path), f'folder of the ended deployment "{run.name}"{_what_stays(run)}')
             for run in runs
             if _state_of(run) == "ended"
         ]
     of_targets, silent = _of_targets()
-    return Leftovers([*items, *of_targets], judged.unknown, silent)
+    return Leftovers([*items, *keys, *of_targets], judged.unknown, silent)
+
+
+def _keys(name: str) -> Leftover:
+    run = Run(home() / "runs" / name)
+    if not is_legal_name(name) or not run.store_file.is_file():
+        kept = sorted(path.parent.name for path in (home() / "runs").glob(f"[!.]*/{run.store_file.name}"))
+        known = f"Kept are those of: {', '.join(kept)}." if kept else "None are kept in this home."
+        raise UserError(f'cannot find keys and usage of "{name}"', hint=known)
+    if _state_of(run) not in ("ended", "absent"):
+        hint = f"End it first: penstock down {name}"
+        raise UserError(f'cannot remove the keys and usage of "{name}": it has not ended', hint=hint)
+    return Leftover("keys", str(run.store_file), f'{_stored(run) or "no keys, no requests"} of the deployment "{name}"')
+
+
+def _what_stays(run: Run) -> str:
+    stored = _stored(run)
+    return f"; {stored} stay until `penstock clean --keys {run.name} --yes`" if stored else ""
+
+
+def _stored(run: Run) -> str:
+    """What the store in a run folder has: "2 keys and 31 requests"; empty when there is nothing to lose."""
+    if not run.store_file.is_file():
+        return ""
+    try:
+        with contextlib.closing(store.connect(str(run.store_file))) as database:
+            n_keys = len(KeyStore(database).all())
+            n_requests = sum(line.n_requests for line in UsageStore(database).usage(("model",)))
+    except PenstockError:
+        return "keys and usage that cannot be read"
+    if not n_keys and not n_requests:
+        return ""
+    return f"{n_keys} key{'s' * (n_keys != 1)} and {n_requests} request{'s' * (n_requests != 1)}"
 
 
 def _of_targets() -> tuple[list[Leftover], list[str]]:
@@ -143,7 +181,7 @@ def _folder_seen_by(process: Marked) -> FolderState:
 def _state_of(run: Run, run_id: str | None = None) -> FolderState:
     """A run folder as it looks from here, for a process of the launch `run_id`."""
     try:
-        if run.path not in run.path.parent.iterdir():
+        if run.path not in run.path.parent.iterdir() or _has_only_a_store(run):
             return "absent"
         if run_folder.is_locked(run):  # some command is changing it: a `down` may drain for minutes
             return "living"
@@ -155,6 +193,12 @@ def _state_of(run: Run, run_id: str | None = None) -> FolderState:
     if run_id is not None and record.id != run_id:
         return "replaced"
     return "ended" if run.is_ended() else "living"
+
+
+def _has_only_a_store(run: Run) -> bool:
+    """Whether `clean` removed the rest of the folder."""
+    names = [path.name for path in run.path.iterdir()]
+    return run.store_file.name in names and all(name.startswith(run.store_file.name) for name in names)
 
 
 def _writes_a_log(pid: int) -> bool:
@@ -190,8 +234,30 @@ def clean(items: Sequence[Leftover]) -> list[Leftover]:
             except PenstockError:
                 left.append(item)
         elif item.process is None:
+            place = Path(item.name)
+            is_kept = item.kind == "run" and bool(_stored(Run(place)))
             with contextlib.suppress(OSError):
-                shutil.rmtree(item.name)
-            if Path(item.name).exists():
+                if item.kind == "keys":
+                    _remove_store(Run(place.parent))
+                elif is_kept:
+                    _remove_all_but_store(Run(place))
+                else:
+                    shutil.rmtree(place)
+            if Run(place).exists() if is_kept else place.exists():
                 left.append(item)
     return left
+
+
+def _remove_store(run: Run) -> None:
+    # The write-ahead log first: without its file it would be read into the next one.
+    for path in sorted(run.path.glob(f"{run.store_file.name}*"), reverse=True):
+        path.unlink()
+    if not any(run.path.iterdir()):
+        run.path.rmdir()
+
+
+def _remove_all_but_store(run: Run) -> None:
+    """Keep keys and usage for the next deployment of that name. The record goes last: it makes the folder a run."""
+    paths = [path for path in run.path.iterdir() if not path.name.startswith(run.store_file.name)]
+    for path in sorted(paths, key=lambda path: path.name == "run.json"):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
