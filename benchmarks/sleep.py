@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock import run_folder
-from penstock.deployment import library, sleep
+from penstock.deployment import library, orders
 from penstock.hardware.detect import gpus
 from penstock.models import catalog
 from penstock.models.files import BUNDLED
@@ -67,7 +67,7 @@ def measured(run: Run, name: str) -> float:
 
 def one_round(run: Run, client: Client) -> Round:
     awake_token_s, before_gib, began_at = token_s(client), used_gib(), time.monotonic()
-    sleep.wait(run, "sleep", sleep.order(run, "sleep"), lambda _: None, 900.0)
+    orders.wait_ordered(run, "sleep", orders.order(run, "sleep"), lambda _: None, 900.0)
     sleep_s, held_gib = time.monotonic() - began_at, used_gib()
     sleep_own_s = measured(run, "sleep_s")
     wake_to_token_s = token_s(client)

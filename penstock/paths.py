@@ -75,11 +75,6 @@ def free_bytes(path: Path) -> int:
     return usage.free if usage.total else sys.maxsize
 
 
-def total_bytes(path: Path) -> int:
-    """Size of the file system where this folder is, or would be made."""
-    return shutil.disk_usage(nearest_existing(path)).total
-
-
 def nearest_existing(path: Path) -> Path:
     """The path, or the nearest folder above it that exists."""
     return next(place for place in (path, *path.absolute().parents) if place.exists())
@@ -100,7 +95,7 @@ def folder() -> Path:
 # Temporary folders are known by name, so that they are removed after a crash too: penstock-RUN-PART, where PART is a
 # replica with its node and its part ("0", "0n1", "0n1r"), or "ssh".
 _TEMPORARY = re.compile(r"penstock-([0-9a-f]+)-(?:ssh|[0-9]+(?:n[0-9]+)?[a-z]?)\Z")
-_OF_ENGINE = re.compile(r"penstock-[0-9a-f]+-[0-9]+(?:n[0-9]+)?[a-ik-z]?\Z")  # "j" is a guard on a Ray cluster
+OF_ENGINE = re.compile(r"penstock-[0-9a-f]+-[0-9]+(?:n[0-9]+)?[a-ik-z]?\Z")  # engines lock it; "j": Ray's guard
 _OWNER = ".run"  # in a temporary folder: the run folder that it belongs to
 # The path of a Unix socket has at most 107 bytes, of which ssh's %C takes 40 and its temporary ending 17.
 _SHORT_FOLDER = 24
@@ -115,10 +110,8 @@ def private_folder(run_id: str, replica: str, part: str = "") -> Path:
 
 
 def make_private(path: Path, run: Path | str | None = None) -> Path:
-    """Make a folder that only this user can reach, or use the one that is there; `run`: the run folder that owns it.
-
-    Its name can be guessed, and any user can write where it lies.  Raises UserError unless it is a private folder.
-    """
+    """Make a folder with a name that can be guessed, or use the one that is there; `run`: the run folder that owns it.
+    Raises UserError where others can reach it."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     if not is_private(path):
@@ -131,11 +124,10 @@ def make_private(path: Path, run: Path | str | None = None) -> Path:
 
 def is_private(path: Path) -> bool:
     """Whether this is a folder, no link, which belongs to this user and which nobody else can reach."""
-    try:
+    with contextlib.suppress(OSError):
         facts = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o077
+        return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o077
+    return False
 
 
 def owner_of(folder: Path) -> Path | None:
@@ -194,8 +186,3 @@ def _answers(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         return probe.connect_ex(str(path)) == 0
-
-
-def is_of_engine(folder: Path) -> bool:
-    """Whether a temporary folder is of the kind that an engine locks."""
-    return _OF_ENGINE.match(folder.name) is not None

@@ -104,15 +104,9 @@ def start_detached(
     env = {**(os.environ if environment is None else environment), **marks}
     with log.open("ab") as output:
         child = subprocess.Popen(
-            argv,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            cwd="/",
+            argv, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/",
             pass_fds=files,
-        )
+        )  # fmt: skip
     child.returncode = 0  # `is_alive` reaps it; without this, the garbage collector warns
     return identify(child.pid, marks.get(MARK_ROLE, ""))
 
@@ -134,10 +128,9 @@ def is_alive(process: Process) -> bool:
 
 def environment(process: Process) -> dict[str, str]:
     """What a process was started with; empty where it is gone."""
-    try:
+    with contextlib.suppress(psutil.Error, OSError):
         return dict(psutil.Process(process.pid).environ()) if is_alive(process) else {}
-    except (psutil.Error, OSError):
-        return {}
+    return {}
 
 
 def is_near(pid: int) -> bool:
@@ -165,8 +158,7 @@ def find_marked(run: str | None = None, replica: str | None = None, rank: str | 
         with contextlib.suppress(psutil.Error, OSError):
             env = {} if entry.pid == os.getpid() else entry.environ()
             is_wanted = MARK_RUN in env and all(value is None or env.get(name) == value for name, value in wanted)
-            is_wanted = is_wanted and (run is None or _means(entry.pid, run))
-            if is_wanted and entry.status() != psutil.STATUS_ZOMBIE:
+            if is_wanted and (run is None or _means(entry.pid, run)) and entry.status() != psutil.STATUS_ZOMBIE:
                 role, run_id, of = (env.get(name, "") for name in (MARK_ROLE, MARK_RUN_ID, MARK_REPLICA))
                 command = " ".join(entry.cmdline())[:200]
                 marked.append(Marked(entry.pid, started_at(entry.pid), role, env[MARK_RUN], run_id, of, command))
@@ -205,8 +197,7 @@ def sweep(run: str, replica: str | None = None, rank: str | None = None, keep: I
 
     Returns what it killed. Python's resource trackers get two seconds to clean up: killing them leaks segments.
     """
-    kept = set(keep)
-    swept: list[Marked] = []
+    kept, swept = set(keep), list[Marked]()
     for _ in range(10):  # a process may fork while we look
         living = [process for process in find_marked(run, replica, rank) if process.pid not in kept]
         if not living:
@@ -230,10 +221,14 @@ def shared_memory(processes: Iterable[Process]) -> list[str]:
     A file that was there before, or in a folder, is not a segment of theirs: users keep weights in /dev/shm.
     """
     living = list(processes)
-    paths = {path for process in living for path in _segments_of(process.pid)}
     since = min((process.started_at for process in living), default=0.0) - _CLOCK_STEP_S
-    wall_s = since + time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-    return sorted(path for path in paths if _is_own_since(path, wall_s))
+    wall_s, own = since + time.time() - time.clock_gettime(time.CLOCK_BOOTTIME), list[str]()
+    for path in sorted({path for process in living for path in _segments_of(process.pid)}):
+        with contextlib.suppress(OSError):
+            status = Path(path).lstat()
+            if status.st_uid == os.getuid() and status.st_ctime >= wall_s:
+                own.append(path)
+    return own
 
 
 def _segments_of(pid: int) -> set[str]:
@@ -246,20 +241,9 @@ def _segments_of(pid: int) -> set[str]:
     return paths
 
 
-def _is_own_since(path: str, wall_s: float) -> bool:
-    try:
-        status = Path(path).lstat()
-    except OSError:
-        return False
-    return status.st_uid == os.getuid() and status.st_ctime >= wall_s
-
-
 def unlink_shared_memory(segments: Iterable[str]) -> None:
     """Remove segments that no living process maps or has open any more."""
-    wanted = [segment for segment in segments if Path(segment).exists()]
-    if not wanted:
-        return
-    used = {path for pid in psutil.pids() for path in _segments_of(pid)}
-    for segment in wanted:
-        if segment not in used:
-            Path(segment).unlink(missing_ok=True)
+    wanted = {segment for segment in segments if Path(segment).exists()}
+    used = {path for pid in psutil.pids() for path in _segments_of(pid)} if wanted else set()
+    for segment in wanted - used:
+        Path(segment).unlink(missing_ok=True)

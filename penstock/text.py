@@ -33,11 +33,6 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else " " for char in text)
 
 
-def flag(name: str) -> str:
-    """ "max_model_len" -> "--max-model-len"."""
-    return f"--{bare_flag(name)}"
-
-
 def bare_flag(text: str) -> str:
     """One name for all ways to write a flag: "--max_model_len" -> "max-model-len"."""
     return text.lstrip("-").replace("_", "-")

@@ -79,7 +79,7 @@ def client_of(ask: Callable[[str, str, bytes, Mapping[str, str]], tuple[int, byt
 
 def answer(argv: Sequence[str], rank: int) -> str:
     """What `python ARGV` prints on a node: `-c CODE ...` is run here, and the facts of a node are made up."""
-    if argv[:2] == ["-m", "penstock.hardware.node_facts"]:
+    if argv[:2] == ["-m", "penstock.hardware.detect"]:
         return msgspec.json.encode(NodeFacts("node1", Machine("node1", 8, 16 * GIB, 16 * GIB), (), GIB)).decode() + "\n"
     words = [word.replace("{rank}", str(rank)) for word in argv]
     printed, before = io.StringIO(), sys.argv
@@ -125,7 +125,7 @@ class SlurmStub:
         return [number for number, job in self.jobs.items() if job["state"] in ("PENDING", "RUNNING")]
 
     def _bash(self, words: list[str]) -> str:
-        return answer(["-m", "penstock.hardware.node_facts"], 0)
+        return answer(["-m", "penstock.hardware.detect"], 0)
 
     def _scontrol(self, words: list[str]) -> str:
         return self.SITE.get(words[1], "") if words[0] == "show" else ""

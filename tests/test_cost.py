@@ -11,7 +11,7 @@ from gateway_rig import TOKEN as ADMIN
 from gateway_rig import Rig, say
 from store_rig import NOW, Store
 
-from penstock.deployment import gpu_price
+from penstock.deployment import preflight
 from penstock.errors import SpecError, UserError
 from penstock.gateway.accounting.key_store import Limits
 from penstock.gateway.accounting.usage_store import GpuUse
@@ -181,12 +181,12 @@ MACHINE = Machine("h", 8, 10**11, 10**11, (GPU,))
 def test_a_price_comes_from_the_file_or_from_a_price_file(tmp_path: Path) -> None:
     prices = tmp_path / "prices.yaml"
     prices.write_text("h100-sxm: 2.5\nl4: 1\n")
-    assert gpu_price.find(Hardware(price_per_gpu_hour=2.0), MACHINE) == 2.0
-    assert gpu_price.find(Hardware(price_file=str(prices)), MACHINE) == 2.5
-    assert gpu_price.find(Hardware(), MACHINE) is None
+    assert preflight.gpu_price(Hardware(price_per_gpu_hour=2.0), MACHINE) == 2.0
+    assert preflight.gpu_price(Hardware(price_file=str(prices)), MACHINE) == 2.5
+    assert preflight.gpu_price(Hardware(), MACHINE) is None
     without = msgspec.structs.replace(MACHINE, gpus=())
-    assert gpu_price.find(Hardware(price_file=str(prices)), without) is None
-    assert gpu_price.find(Hardware(price_per_gpu_hour=2.0), without) is None
+    assert preflight.gpu_price(Hardware(price_file=str(prices)), without) is None
+    assert preflight.gpu_price(Hardware(price_per_gpu_hour=2.0), without) is None
     with pytest.raises(SpecError) as refusal:  # two are one too many
         reading.parse("model: m\nhardware: {price_per_gpu_hour: 1, price_file: p.yaml}")
     assert [problem.path for problem in refusal.value.problems] == ["hardware.price_file"]
@@ -202,7 +202,7 @@ def test_a_price_comes_from_the_file_or_from_a_price_file(tmp_path: Path) -> Non
         ("h100-sxm: -1", "the price of h100-sxm is -1"),
         ("h100-sxm: .nan", "the price of h100-sxm is nan"),
         ("h100-sxm: true", "the price of h100-sxm is True"),
-        ("h1oo-sxm: 1", 'no GPU "h1oo-sxm" in the catalogue, the nearest is "h100-sxm"'),
+        ("h1oo-sxm: 1", 'no GPU "h1oo-sxm" in the catalogue'),
         ("l4: 1", 'cannot find a price for GPU "h100-sxm"'),
     ],
 )
@@ -211,5 +211,5 @@ def test_a_price_file_that_cannot_be_used_is_refused_in_words(tmp_path: Path, te
     if text is not None:
         prices.write_text(text)
     with pytest.raises(UserError) as refusal:
-        gpu_price.find(Hardware(price_file=str(prices)), MACHINE)
+        preflight.gpu_price(Hardware(price_file=str(prices)), MACHINE)
     assert message in refusal.value.message and refusal.value.hint

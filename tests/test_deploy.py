@@ -16,7 +16,7 @@ from samples import NOW, cpu_machine, demo_plan, deployment, draft, gpu_machine,
 
 from penstock import processes
 from penstock import run_folder as runs
-from penstock.deployment import prepare, scale
+from penstock.deployment import orders, prepare
 from penstock.deployment import start as deploy
 from penstock.errors import EngineError, PenstockError, PlanError, UserError
 from penstock.hardware import Machine
@@ -62,10 +62,10 @@ def run_of(wanted: Deployment) -> Run:
 def test_more_replicas_are_judged_by_the_machines_that_they_would_get(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(deployment(target="ssh", replicas=2))
     monkeypatch.setattr("penstock.targets.load", lambda _: Cluster())
-    monkeypatch.setattr(scale, "revive", lambda _: None)
-    scale.scale(run, 3)
+    monkeypatch.setattr(orders, "revive", lambda _: None)
+    orders.scale(run, 3)
     with pytest.raises(PlanError, match="cannot place 2 x 1 ranks"):
-        scale.scale(run, 5)
+        orders.scale(run, 5)
     assert run.desired().replicas == 3
 
 
@@ -95,8 +95,8 @@ def rows(*states: str) -> tuple[ReplicaStatus, ...]:
 def test_a_change_of_size_is_done_when_every_replica_is_settled(
     states: tuple[str, ...], n_replicas: int, expected: bool
 ) -> None:
-    assert scale.is_scaled(State(NOW, "ready", n_replicas, rows(*states)), n_replicas) is expected
-    assert not scale.is_scaled(State(NOW, "ready", n_replicas + 1, rows(*states)), n_replicas), "an old observation"
+    assert orders.is_scaled(State(NOW, "ready", n_replicas, rows(*states)), n_replicas) is expected
+    assert not orders.is_scaled(State(NOW, "ready", n_replicas + 1, rows(*states)), n_replicas), "an old observation"
 
 
 @pytest.mark.loopback
@@ -123,7 +123,7 @@ def test_a_failed_start_is_told_also_when_somebody_else_is_ending_it(marked: lis
     with runs.locked("d"), pytest.raises(EngineError, match='could not start replica 0 of "d": out of memory'):
         deploy.wait_ready(run, lambda state: None, timeout_s=1)
     with pytest.raises(PenstockError, match="could not start replica 0: out of memory"):
-        scale.wait_scaled(run, 1, lambda state: None, timeout_s=1)
+        orders.wait_scaled(run, 1, lambda state: None, timeout_s=1)
     look(run, "down")
     with pytest.raises(PenstockError, match='could not start deployment "d": it was stopped while it was starting'):
         deploy.wait_ready(run, lambda state: None, timeout_s=1)

@@ -80,7 +80,7 @@ kept kernel key
 leader leftovers levers library lifecycle limits lines link listener live liveness local lock locks login loop
 main manifest manifests markup measured measuring member merge metric middleware modelscope monitoring
 network nvml
-object objects observe offline openssh operations options origins overhead
+object objects observe offline openssh operations options orders origins overhead
 pacing packages panel panels parent parse paths peers pictures placed placement placing plain planning pod pods
 policies prepare price probe progress prometheus promql proxied public published
 queries queue quota

@@ -45,7 +45,7 @@ class OverHosts(Target):
         return self.problems
 
     def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
-        rows = self.survey(deployment, ["-m", "penstock.hardware.node_facts"], 30.0)
+        rows = self.survey(deployment, ["-m", "penstock.hardware.detect"], 30.0)
         return [msgspec.json.decode(row.out, type=NodeFacts).machine for row in rows if row.exit_code == 0]
 
     def survey(self, deployment: Deployment, argv: Sequence[str], timeout_s: float) -> list[Surveyed]:

@@ -11,7 +11,7 @@ from samples import cpu_machine, demo_plan, gpu_machine
 
 from penstock.engines import Command
 from penstock.errors import Problem
-from penstock.hardware import Interface, Machine, NodeFacts, node_facts
+from penstock.hardware import Interface, Machine, NodeFacts, detect
 from penstock.node.group import addresses, ray
 from penstock.node.group.addresses import Formation, GroupNode, Introduction
 from penstock.spec.deployment import Parallel
@@ -166,7 +166,7 @@ def test_a_proxy_leads_only_to_a_dashboard_that_asks_for_a_token(
     monkeypatch: pytest.MonkeyPatch, version: str, is_shown: bool
 ) -> None:
     assert ray.dashboard_words() is None
-    monkeypatch.setattr(node_facts, "versions", lambda: {"ray": version})
+    monkeypatch.setattr(detect, "versions", lambda: {"ray": version})
     monkeypatch.setenv("PENSTOCK_RAY_DASHBOARD_PORT", "8100")
     monkeypatch.setenv("PENSTOCK_RAY_DASHBOARD_URL", "https://read-only-x.domain")
     argv = ray.start(demo_plan(), ONE_NODE, 0, "/folder", Command(("vllm",))).argv

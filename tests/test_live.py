@@ -10,7 +10,7 @@ import pytest
 from manual_world import ManualWorld
 from samples import NOW, run_folder
 
-from penstock.deployment import live, reachable
+from penstock.deployment import live
 from penstock.deployment.controller import news
 from penstock.deployment.controller.news import MAX_EVENTS, NewsPoster
 from penstock.errors import PenstockError
@@ -126,7 +126,7 @@ def test_a_gateway_that_ends_its_stream_is_asked_again(run: Run, monkeypatch: py
             raise PenstockError("could not connect: connection refused")
         yield from streams.pop(0)
 
-    monkeypatch.setattr(reachable, "gateways", lambda run, timeout_s: [Client("http://127.0.0.1:1")])
+    monkeypatch.setattr(live, "gateways", lambda run, timeout_s: [Client("http://127.0.0.1:1")])
     monkeypatch.setattr(Client, "get_events", answer)
     slept: list[float] = []
     items = live.follow(run, slept.append)
@@ -139,7 +139,7 @@ def test_a_gateway_that_ends_its_stream_is_asked_again(run: Run, monkeypatch: py
 
 @pytest.mark.loopback
 def test_a_run_without_a_gateway_has_no_snapshot(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reachable, "gateways", lambda run, timeout_s: [Client("http://127.0.0.1:1", timeout_s=1)])
+    monkeypatch.setattr(live, "gateways", lambda run, timeout_s: [Client("http://127.0.0.1:1", timeout_s=1)])
     with pytest.raises(PenstockError, match="no gateway") as caught:
         live.snapshot(run)
     assert "connection refused" in (caught.value.detail or "")

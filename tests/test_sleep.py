@@ -26,7 +26,7 @@ from launching import (
 from waiting import left_s, until
 
 import penstock
-from penstock.deployment.sleep import is_asleep
+from penstock.deployment.orders import is_asleep
 from penstock.run_folder import Run
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.wire.answers import Chunk, HttpError

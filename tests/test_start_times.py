@@ -9,7 +9,7 @@ import msgspec
 from samples import NOW, demo_plan, gpu_plan, run_folder, told
 
 from penstock.cli import status_text
-from penstock.deployment import start_times
+from penstock.deployment import measured
 from penstock.planner.request import StartTime
 from penstock.run_folder import State
 from penstock.spec.deployment import Parallel
@@ -24,21 +24,21 @@ def ready(after_s: float, at: float, replica: str = "0") -> Announcement:
 
 
 def test_the_estimate_is_the_median_and_the_range_of_what_was_measured_of_the_newest_twenty(home: Path) -> None:
-    key = start_times.key_of(demo_plan())
+    key = measured.start_key(demo_plan())
 
     def expected(*starts: tuple[float, float]) -> StartTime:
         """After starts that took so long, at these times."""
         for after_s, at in starts:
-            start_times.keep(demo_plan(), ready(after_s, at))
-        found = start_times.expected(key)
+            measured.keep_start(demo_plan(), ready(after_s, at))
+        found = measured.expected(key)
         assert found is not None
         return found
 
-    assert start_times.expected(key) is None
-    assert start_times.show(expected((146.0, 0.0))) == "starts in about 2m26s, as measured once"
+    assert measured.expected(key) is None
+    assert measured.show_start(expected((146.0, 0.0))) == "starts in about 2m26s, as measured once"
     four = expected((86.0, 1.0), (84.0, 2.0), (80.0, 3.0), (80.0, 3.0))  # a new controller sees the same start
     assert (four.seconds.low, four.seconds.likely, four.seconds.high, four.n_starts) == (80, 85, 146, 4)
-    assert start_times.show(four) == "starts in about 1m25s (1m20s to 2m26s), as measured 4 times"
+    assert measured.show_start(four) == "starts in about 1m25s (1m20s to 2m26s), as measured 4 times"
     (kept,) = (home / "measured" / "starts").iterdir()
     assert b'"imports": 23.0' in kept.read_bytes()
     newest = expected(*((10.0, float(number)) for number in range(4, 24)))
@@ -46,22 +46,22 @@ def test_the_estimate_is_the_median_and_the_range_of_what_was_measured_of_the_ne
 
 
 def test_another_version_layout_or_gpu_has_its_own_and_a_gpu_plan_the_one_of_its_measurements(home: Path) -> None:
-    start_times.keep(demo_plan(), ready(10.0, 1.0))
+    measured.keep_start(demo_plan(), ready(10.0, 1.0))
     others: list[dict[str, Any]] = [{"engine_version": "0.1"}, {"layout": Parallel(tensor=2)}, {"device": "cuda"}]
     for changed in others:
-        assert start_times.expected(start_times.key_of(demo_plan(**changed))) is None
+        assert measured.expected(measured.start_key(demo_plan(**changed))) is None
     plan = gpu_plan()
     assert plan.forecast is not None
-    assert start_times.key_of(plan) == start_times.planned_key(plan.forecast.key, plan.layout)
+    assert measured.start_key(plan) == measured.planned_key(plan.forecast.key, plan.layout)
 
 
 def test_a_damaged_file_is_no_start_and_is_written_again(home: Path) -> None:
-    start_times.keep(demo_plan(), ready(10.0, 1.0))
+    measured.keep_start(demo_plan(), ready(10.0, 1.0))
     (kept,) = (home / "measured" / "starts").iterdir()
     kept.write_text("{")
-    assert start_times.expected(start_times.key_of(demo_plan())) is None
-    start_times.keep(demo_plan(), ready(10.0, 2.0))
-    assert start_times.expected(start_times.key_of(demo_plan())) is not None
+    assert measured.expected(measured.start_key(demo_plan())) is None
+    measured.keep_start(demo_plan(), ready(10.0, 2.0))
+    assert measured.expected(measured.start_key(demo_plan())) is not None
 
 
 def test_status_has_a_line_for_each_start_of_this_launch(home: Path) -> None:

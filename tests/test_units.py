@@ -19,7 +19,6 @@ def test_seconds_are_written() -> None:
 
 
 def test_a_flag_has_one_name_however_it_is_written() -> None:
-    assert text.flag("max_model_len") == text.flag("--max-model-len") == "--max-model-len"
     assert text.bare_flag("--max_model_len") == text.bare_flag("max-model-len") == "max-model-len"
 
 

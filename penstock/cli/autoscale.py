@@ -11,7 +11,7 @@ from penstock.cli.output import print_json, table
 from penstock.text import printable, show_seconds
 
 if TYPE_CHECKING:
-    from penstock.deployment.decisions import Decided
+    from penstock.deployment.events import Decided
 
 _LAST_S = 3600.0
 
@@ -45,10 +45,10 @@ def _explain(options: argparse.Namespace) -> int:
 
     from penstock import run_folder
     from penstock.cli import status_text
-    from penstock.deployment import decisions, observe
+    from penstock.deployment import events, observe
 
     run = run_folder.choose(options.name)
-    made = decisions.listed(run, time.time() - options.since)
+    made = events.decisions(run, time.time() - options.since)
     if options.json:
         for decision in made:
             print_json(msgspec.to_builtins(decision))

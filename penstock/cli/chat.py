@@ -29,7 +29,7 @@ from penstock.cli import arguments, keys
 from penstock.cli.chat_screen import Screen
 from penstock.errors import PenstockError, UserError
 from penstock.spec.gateway import Price
-from penstock.text import flag
+from penstock.text import bare_flag
 from penstock.wire.answers import HttpError, Reply
 from penstock.wire.client import Client, Stream
 from penstock.wire.model_list import ModelCard
@@ -82,7 +82,7 @@ def register(parser: argparse.ArgumentParser) -> None:
             if bound.is_whole
             else arguments.number(bound.low, bound.high)
         )
-        parser.add_argument(flag(name), type=read, metavar="N" if bound.is_whole else "X", help=bound.text)
+        parser.add_argument(f"--{bare_flag(name)}", type=read, metavar="N" if bound.is_whole else "X", help=bound.text)
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be repeated"
     )

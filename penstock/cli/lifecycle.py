@@ -1,4 +1,4 @@
-"""The verbs that start, show, change and end deployments: up, render, ls, status, logs, scale, down, clean."""
+"""The verbs that start, show, change and end deployments: up, render, ls, status, logs, scale, sleep, down, clean."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.cli import arguments
 from penstock.cli.output import print_error, print_json, print_step, repeat, table
@@ -99,27 +99,37 @@ def register_down(parser: argparse.ArgumentParser) -> None:
 
 def register_clean(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--yes", action="store_true", help="remove what was found")
-    parser.add_argument(
-        "--runs",
-        action="store_true",
-        help="include the folders (logs, plans) of ended deployments, without keys and usage",
-    )
+    text = "include the folders (logs, plans) of ended deployments, without keys and usage"
+    parser.add_argument("--runs", action="store_true", help=text)
     parser.add_argument("--keys", metavar="NAME", help="include the keys and the usage of this ended deployment")
     arguments.add_json(parser)
-    examples = (
-        "penstock clean",
-        "penstock clean --yes",
-        "penstock clean --runs --yes",
-        "penstock clean --keys NAME --yes",
-    )
+    examples = tuple(f"penstock clean{more}" for more in ("", " --yes", " --runs --yes", " --keys NAME --yes"))
     arguments.complete(parser, _clean, examples)
+
+
+def register_sleep(parser: argparse.ArgumentParser) -> None:
+    _add_order(parser, "sleep", "qwen --json")
+
+
+def register_wake(parser: argparse.ArgumentParser) -> None:
+    _add_order(parser, "wake", "qwen --no-wait")
+
+
+def _add_order(parser: argparse.ArgumentParser, word: Literal["sleep", "wake"], example: str) -> None:
+    arguments.add_name(parser)
+    parser.add_argument("--no-wait", action="store_true", help="return at once")
+    text = f"stop waiting after this time; the order to {word} stays"
+    parser.add_argument("--timeout", type=arguments.seconds, metavar="SECONDS", help=text)
+    arguments.add_json(parser, "print one JSON event per line")
+    examples = (f"penstock {word}", f"penstock {word} {example}")
+    arguments.complete(parser, lambda options: _order(options, word), examples)
 
 
 def _up(options: argparse.Namespace) -> int:
     from penstock import run_folder
     from penstock.cli import progress, status_text
     from penstock.cli.fetch import FetchDisplay
-    from penstock.deployment import prepare, reachable, start, start_times
+    from penstock.deployment import live, measured, prepare, start
 
     deployment = arguments.deployment_of(options)
     if options.dry_run:
@@ -138,9 +148,9 @@ def _up(options: argparse.Namespace) -> int:
         if not options.json and not started.was_running:
             for warning in run.plan().warnings:
                 print(f"warning: {warning}", file=sys.stderr)
-            expected = start_times.expected(start_times.key_of(run.plan()))
+            expected = measured.expected(measured.start_key(run.plan()))
             if expected is not None:
-                print(f"{started.name} {start_times.show(expected)}")
+                print(f"{started.name} {measured.show_start(expected)}")
         if options.no_wait:
             start.wait_listening(run)
             return 0
@@ -152,7 +162,7 @@ def _up(options: argparse.Namespace) -> int:
                 _undo(deployment.name)
         raise
     if options.json:
-        shown = reachable.shown(run)
+        shown = live.shown(run)
         facts = {"name": started.name, "url": shown.url, "login": shown.login, "key": started.key}
         print_json({"event": "ready", **facts})
     else:
@@ -251,9 +261,9 @@ def _damage(run: Run, state: State) -> dict[str, Any] | None:
 def _facts(run: Run, state: State) -> dict[str, Any]:
     import msgspec
 
-    from penstock.deployment import observe, reachable
+    from penstock.deployment import live, observe
 
-    deployment, plan, shown = run.deployment(), run.plan(), reachable.shown(run)
+    deployment, plan, shown = run.deployment(), run.plan(), live.shown(run)
     return {
         "name": run.name,
         "url": shown.url,
@@ -301,7 +311,7 @@ def _logs(options: argparse.Namespace) -> int:
 def _scale(options: argparse.Namespace) -> int:
     from penstock import run_folder
     from penstock.cli import progress
-    from penstock.deployment import scale as deployment_scale
+    from penstock.deployment import orders
 
     *names, number = options.words
     if number == "auto" and len(names) <= 1:
@@ -310,10 +320,10 @@ def _scale(options: argparse.Namespace) -> int:
         hint = "penstock scale [NAME] N, with N a number of replicas, or auto"
         raise UserError(f'cannot scale to "{arguments.shortened(number)}"', hint=hint)
     run, n_replicas = run_folder.choose(names[0] if names else None), int(number)
-    deployment_scale.scale(run, n_replicas)
+    orders.scale(run, n_replicas)
     if not options.no_wait:
         with progress.StartDisplay(sys.stdout, options.json) as display:
-            deployment_scale.wait_scaled(run, n_replicas, display.show)
+            orders.wait_scaled(run, n_replicas, display.show)
     if options.json:
         print_json({"event": "scaled", "name": run.name, "replicas": n_replicas})
     else:
@@ -322,9 +332,9 @@ def _scale(options: argparse.Namespace) -> int:
 
 
 def _scale_by_load(run: Run, is_json: bool) -> int:
-    from penstock.deployment import scale as deployment_scale
+    from penstock.deployment import orders
 
-    deployment_scale.scale(run, None)
+    orders.scale(run, None)
     least, most = run.deployment().replicas.min, run.deployment().replicas.max
     if is_json:
         print_json({"event": "scaled", "name": run.name, "replicas": "auto", "min": least, "max": most})
@@ -383,4 +393,22 @@ def _clean(options: argparse.Namespace) -> int:
             print("removed" if options.yes else f"run `{' '.join(words)} --yes` to remove these")
     if stuck:
         raise PenstockError("could not remove everything", detail="\n".join(item.name for item in stuck))
+    return 0
+
+
+def _order(options: argparse.Namespace, word: Literal["sleep", "wake"]) -> int:
+    from penstock import run_folder
+    from penstock.cli import progress
+    from penstock.deployment import orders
+
+    run = run_folder.choose(options.name)
+    asked = orders.order(run, word)
+    if not options.no_wait:
+        with progress.StartDisplay(sys.stdout, options.json) as display:
+            orders.wait_ordered(run, word, asked, display.show, options.timeout)
+    done = {"sleep": "asleep", "wake": "awake"}[word] if not options.no_wait else f"ordered to {word}"
+    if options.json:
+        print_json({"event": done, "name": run.name})
+    else:
+        print(f"{run.name} is {done}" + ("; a request wakes it" if done == "asleep" else ""))
     return 0

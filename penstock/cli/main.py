@@ -63,9 +63,9 @@ VERBS = {
         "show why there are so many replicas; try the policy on samples and traces", "autoscale:register"
     ),
     "sleep": Verb(
-        "free the GPU memory of a deployment and keep its engines; a request wakes it", "sleep:register_sleep"
+        "free the GPU memory of a deployment and keep its engines; a request wakes it", "lifecycle:register_sleep"
     ),
-    "wake": Verb("wake a deployment that sleeps", "sleep:register_wake"),
+    "wake": Verb("wake a deployment that sleeps", "lifecycle:register_wake"),
     "down": Verb("end a deployment; requests in flight finish first", "lifecycle:register_down"),
     "clean": Verb("find what ended deployments left; removes nothing without --yes", "lifecycle:register_clean"),
     "gateway": Verb("serve engines that already run, on one address", "gateway:register"),

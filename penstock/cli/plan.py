@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.cli import arguments, output
 from penstock.errors import UserError
-from penstock.text import flag
+from penstock.text import bare_flag
 
 if TYPE_CHECKING:
     from penstock.hardware.catalog import GpuFacts
@@ -86,12 +86,12 @@ def register(parser: argparse.ArgumentParser) -> None:
         groups[options] = parser.add_argument_group(title)
         for option in options:
             words = {"type": option.kind, "metavar": option.word, "help": option.text}
-            groups[options].add_argument(flag(option.field), *option.aliases, **words)
+            groups[options].add_argument(f"--{bare_flag(option.field)}", *option.aliases, **words)
     groups[_LAYOUT].add_argument("--expert", action="store_true", help="whole experts on each rank of a MoE model")
     engine = groups[_ENGINE]
     engine.add_argument("--dtype", choices=_DTYPES, help="dtype of weights and activations")
     engine.add_argument("--no-prefix-caching", action="store_true", help="without the reuse of equal beginnings")
-    engine.add_argument(flag("enforce_eager"), action="store_true", help="without CUDA graphs")
+    engine.add_argument(f"--{bare_flag('enforce_eager')}", action="store_true", help="without CUDA graphs")
     engine.add_argument(
         "--available-kv-gib",
         type=arguments.numbers,
@@ -128,6 +128,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Answer on standard output; the exit code.  Raises UserError (2) and NotModelled (4)."""
     from penstock.deployment import planning
+    from penstock.planner import engine_limits
     from penstock.planner.explain import explanation
     from penstock.spec import reading
 
@@ -143,7 +144,7 @@ def run(options: argparse.Namespace) -> int:
 
         _write(options.plot, plan_text.svg(request, sizing), force=True)
     is_good = sizing.fits and not sizing.missed
-    is_written = is_good and planning.checkpoint_to_make(request) is None
+    is_written = is_good and engine_limits.checkpoint_to_make(request) is None
     if options.write and is_written:
         import yaml
 

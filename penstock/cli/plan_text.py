@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penstock.cli import output
-from penstock.deployment import planning, start_times
+from penstock.deployment import measured, planning
+from penstock.planner import engine_limits
 from penstock.planner.ranges import Range
 from penstock.planner.request import (
     KvAnswer,
@@ -91,7 +92,7 @@ def text(
     """The whole view, without a newline at the end. No line is over `width` columns (60 to 100) but for long words."""
     width = max(_MIN_WIDTH, min(WIDTH, width))
     shown = output.render(page(sections(request, sizing, width)), width, has_colour)
-    if not sizing.fits or planning.checkpoint_to_make(request):  # the warnings say what to serve
+    if not sizing.fits or engine_limits.checkpoint_to_make(request):  # the warnings say what to serve
         return shown
     ours, engine = planning.up_words(request, sizing) if up is None else up, planning.serve_words(request, sizing)
     commands = [("start it", ours), ("or the engine alone", engine)] if ours else [("start the engine", engine)]
@@ -178,7 +179,7 @@ def _verdict(request: SizingRequest, sizing: Sizing) -> list[Grid]:
     if sizing.layout is not None:
         n_all = request.nodes * request.gpus_per_node
         spans.append((f"  {layout_text(sizing.layout)}: {sizing.layout.n_ranks} of {_count(n_all, 'GPU')}", ""))
-    start = (start_times.show(sizing.start),) if sizing.start is not None else ()
+    start = (measured.show_start(sizing.start),) if sizing.start is not None else ()
     reasons = [[reason] for reason in (*sizing.missed, sizing.reason, *start)]
     return [Grid([[subject_text(request, sizing)], [tuple(spans)]], indent=0), Grid(reasons)]
 

@@ -34,11 +34,11 @@ def _run(options: argparse.Namespace) -> int:
     import msgspec
 
     from penstock import run_folder
-    from penstock.deployment import requests
+    from penstock.deployment import live
 
     run = run_folder.choose(options.name)
-    slow = requests.slowest(run, options.lines) if options.slow else []
-    newest = [] if options.slow else requests.newest(run, options.lines)
+    slow = live.slowest_requests(run, options.lines) if options.slow else []
+    newest = [] if options.slow else live.newest_requests(run, options.lines)
     if options.json:
         for row in (*slow, *newest):
             print_json(msgspec.to_builtins(row))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock import targets
 from penstock.cli.output import table
-from penstock.deployment import observe, reachable
+from penstock.deployment import live, observe
 from penstock.hardware import Machine
 from penstock.planner import Device, Plan
 from penstock.run_folder import Part, ReplicaStatus, Run, State
@@ -154,7 +154,7 @@ def list_text(rows: Sequence[tuple[Run, State]]) -> str:
         n_ready = sum(replica.state == "ready" for replica in state.replicas)
         count = f"{n_ready}/{state.desired_replicas}"
         plan = run.plan()
-        url, _, login = reachable.shown(run)
+        url, _, login = live.shown(run)
         address = f"{url or '-'}{f' behind {_short_login(login)}' if login is not None else ''}"
         cells.append((run.name, state.phase, count, plan.engine, address, plan.model.reference))
     return table(cells, ("NAME", "STATE", "REPLICAS", "ENGINE", "ADDRESS", "MODEL"))
@@ -267,14 +267,14 @@ def _page(run: Run, part: Part) -> str:
         return part.note
     if part.url is not None:
         return part.url
-    _, page_url, login = reachable.shown(run)
+    _, page_url, login = live.shown(run)
     if login is not None and page_url is not None:
         return f"{page_url} behind {_short_login(login)}; here: {command_name()} ui {run.name}"
     return f"in its cluster; here: {command_name()} ui {run.name}"
 
 
 def _address(run: Run) -> str:
-    url, _, login = reachable.shown(run)
+    url, _, login = live.shown(run)
     if url is None:
         return "none yet: its gateway waits"
     if login is not None:

@@ -167,13 +167,13 @@ class _Watcher:
 
     def _keep(self, snapshot: Snapshot | None, note: str | None) -> None:
         from penstock.cli import top_text
-        from penstock.deployment import observe, reachable
+        from penstock.deployment import live, observe
 
         run, address = self.run, None
         state = run.state() if snapshot is not None else observe.now_state(run, time.time())
         events = (snapshot.events if snapshot is not None else ()) or run.events(recent=True)[-_N_EVENTS:]
         with contextlib.suppress(PenstockError):
-            address = reachable.shown(run).url
+            address = live.shown(run).url
         self.watched = top_text.join(run.name, snapshot, state, events, address, note)
         self._kept_at = time.monotonic()
         self.has_first.set()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
+
+import msgspec
 
 from penstock import targets
 from penstock.errors import PenstockError
@@ -17,6 +20,8 @@ from penstock.wire.live import Event
 
 _POLL_S = 0.3
 _FETCH_S = 1.0
+AUTOSCALE, _BY_HAND = "autoscale", "scale"
+_DECISION = re.compile(r"(\d+) -> (\d+|auto)(?: replicas(?:, (pinned))?)?(?:: (.*))?\Z", re.DOTALL)
 
 
 def asked_by() -> str:
@@ -88,3 +93,34 @@ def _version(run: Run) -> list[tuple[int, int]]:
             status = file.stat()
             version.append((status.st_ino, status.st_size))
     return version
+
+
+# ---- the autoscaler's decisions: events, since those reach every machine that asks -----------------------------------
+
+
+class Decided(msgspec.Struct, frozen=True):
+    """A change of the number of replicas, or of the reason for it. `at`: Unix seconds; `after`: None when `scale auto`
+    gave the number back to the load; `who` asked for it, None when nobody did."""
+
+    at: float
+    before: int = msgspec.field(name="from")
+    after: int | None = msgspec.field(name="to")
+    reason: str
+    who: str | None = None
+
+
+def decision_text(before: int, after: int, reason: str) -> str:
+    """The text of an event: "2 -> 3: load 2.40 replicas"."""
+    return f"{before} -> {after}: {reason}"
+
+
+def decisions(run: Run, since: float) -> list[Decided]:
+    """The decisions since then (Unix seconds), the newest last."""
+    made = []
+    for event in listed(run, since):
+        match = _DECISION.match(event.text) if event.event in (AUTOSCALE, _BY_HAND) else None
+        if match is not None:
+            after = None if match[2] == "auto" else int(match[2])
+            reason = match[4] or match[3] or "asked for"
+            made.append(Decided(event.at, int(match[1]), after, reason, event.who))
+    return made

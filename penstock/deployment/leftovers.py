@@ -109,13 +109,15 @@ def leftovers(with_ended_runs: bool = False, keys_of: str | None = None) -> Left
     items = [*judged.found]
     items += [Leftover("host", left.place, left.what, left=left) for left in run_folder.every_left()]
     if with_ended_runs:
-        items += [
-            Leftover("run", str(run.path), f'folder of the ended deployment "{run.name}"{_what_stays(run)}')
-            for run in runs
-            if _state_of(run) == "ended"
-        ]
+        items += [_folder_of(run) for run in runs if _state_of(run) == "ended"]
     of_targets, silent = _of_targets()
     return Leftovers([*items, *keys, *of_targets], judged.unknown, silent)
+
+
+def _folder_of(run: Run) -> Leftover:
+    stored = _stored(run)
+    stays = f"; {stored} stay until `penstock clean --keys {run.name} --yes`" if stored else ""
+    return Leftover("run", str(run.path), f'folder of the ended deployment "{run.name}"{stays}')
 
 
 def _keys(name: str) -> Leftover:
@@ -128,11 +130,6 @@ def _keys(name: str) -> Leftover:
         hint = f"End it first: penstock down {name}"
         raise UserError(f'cannot remove the keys and usage of "{name}": it has not ended', hint=hint)
     return Leftover("keys", str(run.store_file), f'{_stored(run) or "no keys, no requests"} of the deployment "{name}"')
-
-
-def _what_stays(run: Run) -> str:
-    stored = _stored(run)
-    return f"; {stored} stay until `penstock clean --keys {run.name} --yes`" if stored else ""
 
 
 def _stored(run: Run) -> str:
@@ -164,11 +161,9 @@ def _process_facts(process: Marked) -> ProcessFacts:
     # A node on a machine that others share has no run folder there: the target that placed it ends it.
     is_near = process.run.startswith("/") and processes.is_near(process.pid)
     folder = _folder_seen_by(process) if is_near else "unseen"
-    return ProcessFacts(process, is_near and (folder == "unseen" or _is_of_home(Path(process.run))), folder)
-
-
-def _is_of_home(run: Path) -> bool:
-    return run.parent == home() / "runs"
+    return ProcessFacts(
+        process, is_near and (folder == "unseen" or Path(process.run).parent == home() / "runs"), folder
+    )
 
 
 def _folder_seen_by(process: Marked) -> FolderState:
@@ -213,7 +208,7 @@ def _writes_a_log(pid: int) -> bool:
 def _folder_facts(path: Path, run_id: str, ids: Collection[str]) -> FolderFacts:
     try:
         owner = owner_of(path)
-        is_of_home = _is_of_home(owner) if owner is not None else run_id in ids
+        is_of_home = owner.parent == home() / "runs" if owner is not None else run_id in ids
         is_own = is_of_home and path.lstat().st_uid == os.getuid()
         return FolderFacts(str(path), run_id, is_own, is_own and is_held(path))
     except OSError:
@@ -235,29 +230,23 @@ def clean(items: Sequence[Leftover]) -> list[Leftover]:
                 left.append(item)
         elif item.process is None:
             place = Path(item.name)
-            is_kept = item.kind == "run" and bool(_stored(Run(place)))
             with contextlib.suppress(OSError):
-                if item.kind == "keys":
-                    _remove_store(Run(place.parent))
-                elif is_kept:
-                    _remove_all_but_store(Run(place))
-                else:
+                if item.kind == "folder" or (item.kind == "run" and not _stored(Run(place))):
                     shutil.rmtree(place)
-            if Run(place).exists() if is_kept else place.exists():
+                else:
+                    _empty(Run(place if item.kind == "run" else place.parent), of_keys=item.kind == "keys")
+            if Run(place).exists() if item.kind == "run" else place.exists():
                 left.append(item)
     return left
 
 
-def _remove_store(run: Run) -> None:
-    # The write-ahead log first: without its file it would be read into the next one.
-    for path in sorted(run.path.glob(f"{run.store_file.name}*"), reverse=True):
-        path.unlink()
-    if not any(run.path.iterdir()):
+def _empty(run: Run, of_keys: bool) -> None:
+    """Remove the keys and the usage, or all but those, which the next deployment of that name takes over.
+
+    The record goes last: it makes the folder a run. A write-ahead log goes before its file: the next would read it.
+    """
+    for path in sorted(sorted(run.path.iterdir(), reverse=True), key=lambda path: path.name == "run.json"):
+        if path.name.startswith(run.store_file.name) == of_keys:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    with contextlib.suppress(OSError):  # something stays
         run.path.rmdir()
-
-
-def _remove_all_but_store(run: Run) -> None:
-    """Keep keys and usage for the next deployment of that name. The record goes last: it makes the folder a run."""
-    paths = [path for path in run.path.iterdir() if not path.name.startswith(run.store_file.name)]
-    for path in sorted(paths, key=lambda path: path.name == "run.json"):
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -14,10 +14,8 @@ from typing import Any, Literal, TypedDict, Unpack
 import msgspec
 
 from penstock import run_folder, targets
-from penstock.deployment import live, observe, planning, reachable, start, stop
+from penstock.deployment import live, observe, orders, planning, start, stop
 from penstock.deployment import logs as deployment_logs
-from penstock.deployment import scale as deployment_scale
-from penstock.deployment import sleep as deployment_sleep
 from penstock.errors import UserError
 from penstock.planner.request import Sizing
 from penstock.run_folder import Run, State
@@ -131,7 +129,7 @@ def up(
         if not started.was_running:
             stop.down(run, now=True)
         raise
-    return RunningDeployment(started.name, reachable.shown(run).url, started.key, started.was_running)
+    return RunningDeployment(started.name, live.shown(run).url, started.key, started.was_running)
 
 
 def status(name: str | None = None) -> State:
@@ -163,10 +161,10 @@ def scale(
     """Change the number of replicas, None: as many as the load needs. With `wait`, block until that many are ready and
     the others have drained."""
     run = _chosen(name)
-    deployment_scale.scale(run, n_replicas)
+    orders.scale(run, n_replicas)
     if not wait or n_replicas is None:
         return observe.now_state(run, time.time())
-    return deployment_scale.wait_scaled(run, n_replicas, on_state or _ignore, timeout_s)
+    return orders.wait_scaled(run, n_replicas, on_state or _ignore, timeout_s)
 
 
 def sleep(
@@ -194,10 +192,10 @@ def _order(
     on_state: OnState | None,
 ) -> State:
     run = _chosen(name)
-    asked = deployment_sleep.order(run, word)
+    asked = orders.order(run, word)
     if not wait:
         return observe.now_state(run, time.time())
-    return deployment_sleep.wait(run, word, asked, on_state or _ignore, timeout_s)
+    return orders.wait_ordered(run, word, asked, on_state or _ignore, timeout_s)
 
 
 def down(name: str | None = None, *, now: bool = False) -> None:

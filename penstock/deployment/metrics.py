@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from penstock import targets
 from penstock.deployment import observe
-from penstock.deployment.reachable import monitors
+from penstock.deployment.live import monitors
 from penstock.errors import PenstockError
 from penstock.observe import grafana, prometheus, rules
 from penstock.observe.export import dashboards

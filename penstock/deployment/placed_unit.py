@@ -56,8 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         program = ["-m", "penstock.gateway", str(run.gateway_config)]
     if options.shared and (place := run.gateway_file().store) is not None:
         store.share(place)
-    if options.kind == "gateway" and run.first_key_file.exists():
-        _introduce_first_key(run)
+    if options.kind == "gateway" and run.first_key_file.exists() and (place := run.gateway_file().store) is not None:
+        with contextlib.closing(store.connect(place)) as database:
+            KeyStore(database).introduce("first", run.first_key_file.read_text("utf-8").strip(), time.time())
     if options.kind == "controller":
         _complete(run)
         program = ["-m", "penstock.deployment.controller", str(run.path), "--unit", options.unit]
@@ -73,13 +74,6 @@ def _write_gateway_config(run: Run, addresses: Addresses, store: str | None, tls
     if tls is not None:
         config = msgspec.structs.replace(config, tls_cert=str(tls / "tls.crt"), tls_key=str(tls / "tls.key"))
     write_atomically(run.gateway_config, msgspec.json.format(msgspec.json.encode(config), indent=2), mode=0o600)
-
-
-def _introduce_first_key(run: Run) -> None:
-    place = run.gateway_file().store
-    if place is not None:
-        with contextlib.closing(store.connect(place)) as database:
-            KeyStore(database).introduce("first", run.first_key_file.read_text("utf-8").strip(), time.time())
 
 
 def _complete(run: Run) -> None:

@@ -6,20 +6,20 @@ import hashlib
 import json
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from penstock.deployment import measured, start_times
+from penstock.deployment import measured
 from penstock.engines.vllm import names
 from penstock.engines.vllm.engine import pass_through
 from penstock.errors import NotModelled, UserError
 from penstock.hardware import Gpu, Links, Machine, catalog, detect
 from penstock.hardware.catalog import GpuFacts, LinkFacts
 from penstock.models import Facts, facts
-from penstock.planner import Key, engine_limits
+from penstock.planner import Key
 from penstock.planner.architecture.quantization import CHECKPOINTS
 from penstock.planner.inputs import key_of
 from penstock.planner.launch import Sized, gpus_for_each
@@ -50,7 +50,7 @@ def solve(
     kept, damage = measured.read(key) if key is not None else ({}, ())
     sizing = sizing_of(request, gpu, network, kept)
     if sizing.fits and sizing.layout is not None and key is not None:
-        expected = start_times.expected(start_times.planned_key(key, sizing.layout))
+        expected = measured.expected(measured.planned_key(key, sizing.layout))
         sizing = msgspec.structs.replace(sizing, start=expected)
     notes = (*request.facts.notes, *damage, *_uncounted(request.more_args))
     more = tuple(note for note in notes if note not in sizing.warnings)
@@ -165,18 +165,17 @@ def request_of(deployment: Deployment, of_model: Facts, gpu: str) -> SizingReque
         max_model_len=deployment.engine.max_model_len,
         gpu_memory_utilization=deployment.engine.gpu_memory_utilization,
         more_args=tuple(pass_through(without_secrets(more))),
-        environment=tuple(_fingerprints(deployment.engine.env)),
+        environment=_environment(deployment.engine.env),
         **(msgspec.structs.asdict(cut) if cut else {}),
         **msgspec.structs.asdict(deployment.workload),
         **known,
     )
 
 
-def _fingerprints(environment: Mapping[str, str]) -> Iterator[str]:
-    """Variables with hashes of their values, without secrets: keys of measurements are kept, and shown in plans."""
-    secret = secret_names(environment)
-    for name in sorted(environment.keys() - secret):
-        yield f"{name}:{hashlib.sha256(environment[name].encode()).hexdigest()[:12]}"
+def _environment(variables: Mapping[str, str]) -> tuple[str, ...]:
+    """Names, and a hash of all values, without secrets: keys of measurements are kept, and shown in plans."""
+    rows = sorted(variables.items() - {(name, variables[name]) for name in secret_names(variables)})
+    return (*(name for name, _ in rows), hashlib.sha256(repr(rows).encode()).hexdigest()[:12]) if rows else ()
 
 
 def _planned(args: Mapping[str, _Value]) -> tuple[dict[str, Any], dict[str, _Value]]:
@@ -255,11 +254,6 @@ def deployment_text(request: SizingRequest, sizing: Sizing, base: Mapping[str, A
     text += str(yaml.safe_dump(plain, sort_keys=False, width=120))
     reading.parse(text, "the file to write")
     return text
-
-
-def checkpoint_to_make(request: SizingRequest) -> str | None:
-    """As `engine_limits` has it: neither command below starts what was planned."""
-    return engine_limits.checkpoint_to_make(request)
 
 
 def serve_words(request: SizingRequest, sizing: Sizing) -> list[str]:

@@ -8,21 +8,24 @@ import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from penstock.deployment.planning import card_of
 from penstock.engines import Engine, Missing
 from penstock.errors import Problem, SpecError, UserError
 from penstock.hardware import Gpu, Machine, catalog
 from penstock.observe import prometheus
 from penstock.paths import free_bytes, read_token
 from penstock.planner import Plan
-from penstock.spec.deployment import Deployment, GatewaySpec, Observe
+from penstock.spec.deployment import Deployment, GatewaySpec, Hardware, Observe
 from penstock.spec.gateway import STDERR
 from penstock.targets import Target
 from penstock.text import MIB, show_bytes
 
 MIN_FREE_BYTES = 64 * MIB
+_PRICES_HINT = "It has lines like `h100-sxm: 2.50`: a GPU of the catalogue, and US dollars an hour."
 UNREAD = (
     "Set CUDA_VISIBLE_DEVICES there to whole GPUs whose memory nvidia-smi prints (no MIG), or run on the CPU: "
     "--set hardware.gpus_per_node=0"
@@ -164,10 +167,6 @@ def missing_engine(engine: Engine, machine: Machine) -> Missing | None:
     return Missing(f"the package {package} is not installed on {machine.host}", f"pip install {package} there")
 
 
-def engine_version(engine: Engine, machine: Machine) -> str:
-    return machine.versions.get(engine.package or "") or engine.version()
-
-
 def choose_engine(kind: str, has_gpus: bool, forms: Sequence[str]) -> str:
     """The engine for `kind: auto`: vllm on NVIDIA GPUs, else llamacpp, or vllm where the model has no GGUF file."""
     if kind != "auto":
@@ -175,3 +174,47 @@ def choose_engine(kind: str, has_gpus: bool, forms: Sequence[str]) -> str:
     if has_gpus or ("gguf" not in forms and "safetensors" in forms):
         return "vllm"
     return "llamacpp"
+
+
+def gpu_price(hardware: Hardware, machine: Machine) -> float | None:
+    """US dollars for an hour of one of the machine's GPUs; None without GPUs, or where no price is given.
+
+    Reads hardware.price_file. Raises UserError.
+    """
+    if hardware.price_file is None:
+        return hardware.price_per_gpu_hour if machine.gpus else None
+    prices = _prices(Path(hardware.price_file).expanduser())
+    if not machine.gpus:
+        return None
+    card = card_of(machine.gpus)
+    price = prices.get(card.id)
+    if price is None:
+        known = "hardware.price_per_gpu_hour" if card.stands_in else f"a line such as `{card.id}: 2.50`"
+        raise UserError(
+            f'cannot find a price for GPU "{card.id}" in "{hardware.price_file}"',
+            detail=f"It has prices for {', '.join(prices) or 'no GPU'}.",
+            hint=f"Add {known}.",
+        )
+    return price
+
+
+def _prices(path: Path) -> dict[str, float]:
+    """Prices by the catalogue's ids. A name that it does not have is refused: nobody would see why it is not found."""
+    import yaml
+
+    try:
+        raw: Any = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise UserError(f'cannot read price file "{path}": {why}', hint=_PRICES_HINT) from error
+    if not isinstance(raw, dict):
+        raise UserError(f'cannot use price file "{path}": it is no list of GPUs and prices', hint=_PRICES_HINT)
+    prices: dict[str, float] = {}
+    for name, price in raw.items():
+        if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < math.inf:
+            raise UserError(f'cannot use price file "{path}": the price of {name} is {price!r}', hint=_PRICES_HINT)
+        try:
+            prices[catalog.gpu(str(name)).id] = float(price)
+        except UserError as error:
+            raise UserError(f'cannot use price file "{path}": {error.message}', hint=error.hint) from error
+    return prices

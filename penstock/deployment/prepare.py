@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock import engines, paths, targets
-from penstock.deployment import gpu_price, planning, preflight, ui
+from penstock.deployment import planning, preflight, ui
 from penstock.deployment.doctor.model import check_model
 from penstock.errors import Finding, PenstockError, PlanError, SpecError, UserError, together
 from penstock.hardware import Machine, network
@@ -65,21 +65,22 @@ def prepare(
     errors, is_gateway_here, is_controller_here = [*refusals], True, False
     with _kept(errors):
         target = targets.load(deployment.target)
-        is_gateway_here = "gateway" not in target.placed(deployment)
-        is_controller_here = "controller" not in target.placed(deployment)
+        is_gateway_here, is_controller_here = (
+            kind not in target.placed(deployment) for kind in ("gateway", "controller")
+        )
         with _kept(errors):
             _check_file(deployment, target, is_rehearsal)
             machines = _machines(target, deployment, existing, is_rehearsal)
             least = preflight.least(machines)
             machine = preflight.as_named(deployment, least, is_rehearsal)
-            gpu_hour_usd = gpu_price.find(deployment.hardware, machine)
+            gpu_hour_usd = preflight.gpu_price(deployment.hardware, machine)
     with _kept(errors):
-        if is_gateway_here and (existing is None or not _holds(existing, deployment)):
+        if is_gateway_here and not holds_port(deployment, existing):
             network.check_port(deployment.gateway.host, deployment.gateway.port)
     with _kept(errors):
         before, observe = None if existing is None else existing.deployment().observe, deployment.observe
-        holds_port = before is not None and before.prometheus and before.port == observe.port
-        if is_controller_here and observe.prometheus and not holds_port:
+        is_held = before is not None and before.prometheus and before.port == observe.port
+        if is_controller_here and observe.prometheus and not is_held:
             network.check_port("127.0.0.1", observe.port, "observe.port")
     with _kept(errors):
         if not is_rehearsal:
@@ -90,13 +91,14 @@ def prepare(
         raise together(f'deployment "{deployment.name}"', errors)
     plan = _plan_of_most(target, deployment, machine, len(machines), is_rehearsal, fetching)
     inherited = dict(os.environ) if target.is_this_machine else {}
+    children = (preflight.prometheus_warning(observe), ui.warning(deployment, existing)) if is_controller_here else ()
     warnings = [
         *plan.warnings,
         *(f"not used: {text}" for text in least.unread if machine.gpus),
         *target.warnings(deployment),
         *(engines.load(plan.engine).warnings(plan) if target.is_this_machine else ()),
         *formation.variable_warnings(inherited | deployment.engine.env),
-        *(_child_warnings(deployment, existing) if is_controller_here else ()),
+        *filter(None, children),
     ]
     if machine.gpus and not least.gpus and machine.assumed is None:
         gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}"
@@ -117,12 +119,6 @@ def prepare(
         is_spread=not target.is_this_machine,
     )
     return Prepared(deployment, machine, plan, target.render(instructions, sys.executable, deployment))
-
-
-def _child_warnings(deployment: Deployment, existing: Run | None) -> Iterator[str]:
-    """What keeps a child of the controller from starting here. The deployment serves without it."""
-    warnings = [preflight.prometheus_warning(deployment.observe), ui.warning(deployment, existing)]
-    yield from filter(None, warnings)
 
 
 @contextlib.contextmanager
@@ -224,7 +220,7 @@ def make_plan(
             f'cannot serve model "{deployment.model}" on engine {name}: no *.{engine.forms[0]} in "{path}"',
             hint=f"Engine {name} loads {' or '.join(engine.forms)}.",
         )
-    version = preflight.engine_version(engine, machine)
+    version = machine.versions.get(engine.package or "") or engine.version()
     if launch.device_of(machine, name) == "cpu":
         plan = launch.make(deployment, model, machine, name, version, n_replicas)
     else:
@@ -293,11 +289,6 @@ def _freed(machine: Machine, existing: Run, n_nodes: int) -> Machine:
     return msgspec.structs.replace(machine, memory_free_bytes=free_bytes)
 
 
-def _holds(existing: Run, deployment: Deployment) -> bool:
-    wanted = f"{deployment.gateway.host}:{deployment.gateway.port}"
-    return not existing.places("gateway") and existing.listen == wanted
-
-
 def not_ended(name: str) -> Run | None:
     """The run of that name that was not ended whole: it holds its port and memory, also when it failed."""
     run = Run(paths.home() / "runs" / name)
@@ -312,9 +303,10 @@ def plan_now(deployment: Deployment) -> Plan:
     return _plan_of_most(target, deployment, machine, len(machines))
 
 
-def holds_port(deployment: Deployment) -> bool:
-    existing = not_ended(deployment.name)
-    return existing is not None and _holds(existing, deployment)
+def holds_port(deployment: Deployment, existing: Run | None) -> bool:
+    """Return whether a run that this one would replace has its port."""
+    wanted = f"{deployment.gateway.host}:{deployment.gateway.port}"
+    return existing is not None and not existing.places("gateway") and existing.listen == wanted
 
 
 def check_deployment(deployment: Deployment) -> Finding:

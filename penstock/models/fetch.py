@@ -8,6 +8,7 @@ cache, in its layout, so that every program that reads that cache finds them.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -132,7 +133,7 @@ def prepare(listing: Listing, to: Path | None = None, cache: Path | None = None)
     layout = _layout(listing, to, cache)
     missing = layout.missing(listing)
     n_bytes = max(0, sum(missing.values()) - layout.n_partial_bytes(listing))
-    free, total = paths.free_bytes(layout.folder), paths.total_bytes(layout.folder)
+    free, total = paths.free_bytes(layout.folder), shutil.disk_usage(paths.nearest_existing(layout.folder)).total
     needed = int(n_bytes * _OVERHEAD + min(_FREE_SHARE * total, _FREE_BYTES)) if n_bytes else 0
     rate = _read_rates().get(_host(listing.source))
     plan = FetchPlan(listing, layout.folder, n_bytes, free, needed, n_bytes / rate if rate else None)
@@ -300,9 +301,8 @@ def _could_go(plan: FetchPlan) -> list[str]:
 def _disk_error(plan: FetchPlan, exc: OSError) -> PenstockError:
     what = f'"{plan.listing.source}" into {plan.folder}'
     if paths.is_full(exc):
-        least_used = _could_go(plan)
         detail = "What was fetched is kept, and the next fetch continues it."
-        if least_used:
+        if least_used := _could_go(plan):
             detail += f" Used least recently: {', '.join(least_used)}."
         return UserError(f"could not fetch {what}: the disk is full", detail=detail, hint="Free some space, try again.")
     hint = "Give a folder that you can write with --to, or set HF_HUB_CACHE."

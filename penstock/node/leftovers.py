@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from penstock import processes
 from penstock.node import staging
-from penstock.paths import every_temporary, is_held, is_of_engine, remove_temporary
+from penstock.paths import OF_ENGINE, every_temporary, is_held, remove_temporary
 
 _OLD_S = 60.0  # a folder that is just made is locked a moment later
 
@@ -41,7 +41,7 @@ def remove_lost_folders() -> None:
         with contextlib.suppress(OSError):
             status = path.lstat()
             is_old = status.st_uid == os.getuid() and time.time() - status.st_mtime > _OLD_S
-            if is_old and run_id not in living and is_of_engine(path) and not is_held(path):
+            if is_old and run_id not in living and OF_ENGINE.match(path.name) and not is_held(path):
                 shutil.rmtree(path)
     _remove_copies()
 

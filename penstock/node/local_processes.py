@@ -14,8 +14,8 @@ import msgspec
 
 from penstock import engines, processes
 from penstock.engines import Among, Command, Diagnosis, Engine, Place
+from penstock.hardware.detect import this_node
 from penstock.hardware.network import free_port
-from penstock.hardware.node_facts import this_node
 from penstock.log_lines import last_words
 from penstock.node import engine_cache, gpu_locks, load_choice, model_files
 from penstock.node.announcer import AdminClient

@@ -12,7 +12,7 @@ from penstock.planner.architecture.quantization import CHECKPOINTS, block_of
 from penstock.planner.engine_limits import Context
 from penstock.planner.engine_versions import EngineProfile, batch_defaults
 from penstock.planner.request import Settings, SizingRequest
-from penstock.text import GIB, flag
+from penstock.text import GIB, bare_flag
 
 # Cache dtypes by what modelopt and compressed-tensors write (vllm/utils/torch_utils.py of 0.32,
 # `get_kv_cache_quant_algo_string`). Every fp8 spelling is one byte.
@@ -83,5 +83,5 @@ def engine_args(request: SizingRequest, sizes: Mapping[str, int], is_expert: boo
         "no_enable_prefix_caching": not request.prefix_caching,
         "enforce_eager": request.enforce_eager,
     }
-    words = [word for name, value in options.items() for word in (flag(name), f"{value}")]
-    return (*words, *(flag(name) for name, is_on in switches.items() if is_on), *request.more_args)
+    words = [word for name, value in options.items() for word in (f"--{bare_flag(name)}", f"{value}")]
+    return (*words, *(f"--{bare_flag(name)}" for name, is_on in switches.items() if is_on), *request.more_args)

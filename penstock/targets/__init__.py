@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 import msgspec
 
 from penstock.errors import Finding, PenstockError, Problem, UserError
-from penstock.hardware import Gpu, Machine, node_facts
+from penstock.hardware import Gpu, Machine, detect
 from penstock.paths import home
 from penstock.planner.engine_versions import NEWEST
 from penstock.run_folder import Artifact, Desired, Handle, Kind, Launch, Left, Listen, Run, Unit
@@ -264,7 +264,7 @@ def machines_of_file(deployment: Deployment, names: Sequence[str], reason: str) 
 
 def assumed(machine: Machine, reason: str) -> Machine:
     """A machine that could not be asked, for that reason."""
-    return msgspec.structs.replace(machine, versions={**node_facts.versions(), "vllm": NEWEST}, assumed=reason)
+    return msgspec.structs.replace(machine, versions={**detect.versions(), "vllm": NEWEST}, assumed=reason)
 
 
 @functools.cache

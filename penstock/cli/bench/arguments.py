@@ -8,11 +8,8 @@ Ctrl-C.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import os
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.cli.arguments import add_engine, add_examples, add_source, count, count_or_zero, counts
@@ -73,13 +70,3 @@ def add_calibrate(sub: argparse.ArgumentParser) -> None:
     group.add_argument("--gpu", metavar="ID", help="a catalogue id; else this machine's")
     group.add_argument("--layout", type=counts, metavar="T[,P[,D]]", help="tensor, pipeline, data sizes; else 1")
     group.add_argument("--engine-version", metavar="V", help="vLLM's version; else the newest")
-
-
-@contextlib.contextmanager
-def private() -> Iterator[None]:
-    """Until the end, new files and folders of this process are for its user alone: results hold texts."""
-    before = os.umask(0o077)
-    try:
-        yield
-    finally:
-        os.umask(before)

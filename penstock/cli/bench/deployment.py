@@ -69,13 +69,12 @@ class Launch(NamedTuple):
         """Write the file and the plan next to the results, without secrets: results are shared."""
         import msgspec
 
-        from penstock.spec.reading import to_yaml
-        from penstock.spec.secret_names import hide_secrets
+        from penstock.spec import reading, secret_names
 
         if self.deployment is not None and self.plan is not None:
-            (folder / "spec.yaml").write_text(to_yaml(hide_secrets(self.deployment)), "utf-8")
-            plan = msgspec.json.encode(hide_secrets(self.plan))
-            (folder / "plan.json").write_bytes(msgspec.json.format(plan, indent=2))
+            (folder / "spec.yaml").write_text(reading.to_yaml(secret_names.hide_secrets(self.deployment)), "utf-8")
+            plan = msgspec.json.format(msgspec.json.encode(secret_names.hide_secrets(self.plan)), indent=2)
+            (folder / "plan.json").write_bytes(plan)
 
 
 def behind(url: str, name: str | None = None) -> Launch:

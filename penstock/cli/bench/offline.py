@@ -44,9 +44,8 @@ def _throughput(options: argparse.Namespace) -> int:
     from penstock.bench import offline
 
     lengths = options.input_tokens, options.output_tokens
-    return _run(
-        options, offline.throughput_task(options.dataset, options.num_prompts, options.warmup, options.seed, *lengths)
-    )
+    task = offline.throughput_task(options.dataset, options.num_prompts, options.warmup, options.seed, *lengths)
+    return _run(options, task)
 
 
 def _latency(options: argparse.Namespace) -> int:

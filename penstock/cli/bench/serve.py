@@ -8,7 +8,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -25,7 +24,7 @@ from penstock.cli.arguments import (
     positive,
     share,
 )
-from penstock.cli.bench.arguments import add_lengths, add_new_seed, new_seed, private
+from penstock.cli.bench.arguments import add_lengths, add_new_seed, new_seed
 from penstock.cli.output import print_json, print_step
 from penstock.errors import EXIT_OURS, PenstockError, UserError
 
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from penstock.bench.load.arrivals import Pace, PlannedRequest
     from penstock.bench.load.run import Progress
     from penstock.bench.serve import Report, Service
-    from penstock.bench.serve import Run as BenchRun
-    from penstock.cli.bench.deployment import Launch
     from penstock.run_folder import Run
 
 _INTERRUPTED = 130
@@ -126,7 +123,11 @@ def _serve(options: argparse.Namespace) -> int:
     compiled.activate()
     from penstock.bench import serve
     from penstock.bench.load import arrivals
+    from penstock.bench.report import html, vllm
+    from penstock.bench.results import folder as folders
     from penstock.cli.bench.deployment import behind
+    from penstock.cli.bench.requests import write
+    from penstock.paths import home
 
     options.seed = new_seed() if options.seed is None else options.seed
     service, pace, bounds = _service(options), _pace(options), _bounds(options.goodput, options.stream)
@@ -137,39 +138,13 @@ def _serve(options: argparse.Namespace) -> int:
         pace = msgspec.structs.replace(pace, n_requests=len(requests))
     if offs := [abs(request.n_off) for request in requests if request.n_off]:
         _say(options, f"{len(offs)} of {len(requests)} prompts are off by up to {max(offs)} tokens: no text was exact")
+    folder = options.out or folders.new_folder(home(), time.time())
+    is_new = not folder.exists()
+    folders.prepare(folder)
     plain = (str, int, float, list, dict, type(None))
     flags = {key: value for key, value in sorted(vars(options).items()) if isinstance(value, plain)}
     what = serve.Run(service, pace, bounds, options.warmup, {**flags, "arrival": pace.arrival})
     what = msgspec.structs.replace(what, percentiles=options.percentiles)
-    report = _run(options, what, requests, warmup, launch)
-    if options.json:
-        print_json(report.result)
-    else:
-        print(_text(options, pace, report))
-        print(f"written to {report.result['folder']} (report.html is the page)")
-    if report.was_interrupted:
-        return _INTERRUPTED
-    return 0 if report.verdict.valid else EXIT_OURS
-
-
-@private()
-def _run(
-    options: argparse.Namespace,
-    what: BenchRun,
-    requests: Sequence[PlannedRequest],
-    warmup: Sequence[PlannedRequest],
-    launch: Launch,
-) -> Report:
-    """Run, and write the results."""
-    from penstock.bench import serve
-    from penstock.bench.report import html, vllm
-    from penstock.bench.results import folder as folders
-    from penstock.cli.bench.requests import write
-    from penstock.paths import home
-
-    folder = options.out or folders.new_folder(home(), time.time())
-    is_new = not folder.exists()
-    folders.prepare(folder)
     shows = sys.stderr.isatty()
     if options.warmup:
         _say(options, f"warming up with {options.warmup} request{'s' * (options.warmup != 1)}, not counted")
@@ -189,7 +164,14 @@ def _run(
     if options.save_result:
         vllm.save(folder)
     write(folder / "report.html", html.page([folders.load(folder)]))
-    return report
+    if options.json:
+        print_json(report.result)
+    else:
+        print(_text(options, pace, report))
+        print(f"written to {folder} (report.html is the page)")
+    if report.was_interrupted:
+        return _INTERRUPTED
+    return 0 if report.verdict.valid else EXIT_OURS
 
 
 def _text(options: argparse.Namespace, pace: Pace, report: Report) -> str:
@@ -275,10 +257,11 @@ def _pace(options: argparse.Namespace) -> Pace:
 
     if options.rate == math.inf:  # as vLLM's load generator: all at once, or as many as may be in flight
         options.rate, options.concurrency = None, options.concurrency or options.requests
+    is_trace = (options.dataset or "").startswith("replay:") and options.rate is options.concurrency is None
     pace = Pace(
         rate=options.rate,
         concurrency=options.concurrency,
-        arrival=_arrival(options),
+        arrival=options.arrival or ("replay" if is_trace else "gamma" if options.burstiness != 1 else "poisson"),
         burstiness=options.burstiness,
         rate_from=options.rate_from,
         n_requests=options.requests,
@@ -289,11 +272,6 @@ def _pace(options: argparse.Namespace) -> Pace:
     if not pace.is_open and options.arrival is not None:
         _say(options, f"--arrival {options.arrival} is for an open loop: here the next one goes when one ends")
     return pace
-
-
-def _arrival(options: argparse.Namespace) -> str:
-    is_trace = (options.dataset or "").startswith("replay:") and options.rate is options.concurrency is None
-    return options.arrival or ("replay" if is_trace else "gamma" if options.burstiness != 1 else "poisson")
 
 
 def _requests(

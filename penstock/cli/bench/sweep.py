@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.arguments import add_json, complete, count, deployment_of, numbers, positive, share
-from penstock.cli.bench.arguments import add_calibrate, add_layouts, add_lengths, add_new_seed, new_seed, private
+from penstock.cli.bench.arguments import add_calibrate, add_layouts, add_lengths, add_new_seed, new_seed
 from penstock.cli.output import print_json, print_step
 from penstock.errors import UserError
 
@@ -151,7 +151,6 @@ def _search(options: argparse.Namespace, place: Place, slo: Slo, where: Search, 
     return sweep.search(measured, slo, where, report)
 
 
-@private()
 def measure(
     options: argparse.Namespace, place: Place, rate: float | None, concurrency: int | None, folder: Path
 ) -> dict[str, Any]:
@@ -193,7 +192,7 @@ def _place(options: argparse.Namespace, deployment: Deployment | None, tensor: i
     import msgspec
 
     from penstock import run_folder
-    from penstock.deployment import reachable, start, stop
+    from penstock.deployment import live, start, stop
     from penstock.spec.deployment import Parallel
 
     name = f"{deployment.name[:50]}-bench"
@@ -209,7 +208,7 @@ def _place(options: argparse.Namespace, deployment: Deployment | None, tensor: i
     run = run_folder.find(name)
     try:
         start.wait_ready(run, lambda _: None)
-        with reachable.url(run) as url:
+        with live.url(run) as url:
             yield Place(url, name, started.key, deployment.model, name)
     finally:
         with start.ctrl_c_ignored():
@@ -217,7 +216,6 @@ def _place(options: argparse.Namespace, deployment: Deployment | None, tensor: i
                 stop.down(run, now=True)
 
 
-@private()
 def _write(
     options: argparse.Namespace,
     slo: Slo,

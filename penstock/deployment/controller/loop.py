@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from penstock import targets
-from penstock.deployment import measured, start_times
+from penstock.deployment import measured
 from penstock.deployment.controller.changes import changes, noted_of
 from penstock.deployment.controller.chat_page import ChatPage
 from penstock.deployment.controller.child import Child
@@ -286,7 +286,7 @@ class Controller:
             if self._scaler is not None:
                 self._scaler.note_ready()
             try:
-                start_times.keep(self._plan, announcement)
+                measured.keep_start(self._plan, announcement)
                 path = measured.keep(self._plan, announcement.measured, self._world.unix())
             except OSError as exc:  # the next plan then estimates, as this one did
                 self.run.add_event("measured values lost", str(exc), replica=announcement.replica)

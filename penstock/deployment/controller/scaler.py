@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock import targets
-from penstock.deployment import decisions, start_times
+from penstock.deployment import events, measured
 from penstock.deployment.autoscale import Decision, Policy, Recent, Sample, scale
 from penstock.deployment.autoscale import State as Remembered
 from penstock.deployment.controller.decide import Event
@@ -226,7 +226,7 @@ class Scaler:
             self._retry_at = now + pause_s
             self._failure = f"the start of replica {min(failed - self._failed)} failed"
             text = f"{self._failure}: the next is tried in {show_seconds(pause_s)}"
-            self.events.append(Event(decisions.EVENT, decisions.write_text(self._number, self._number, text)))
+            self.events.append(Event(events.AUTOSCALE, events.decision_text(self._number, self._number, text)))
         self._failed = failed
         if not failed:
             self._retry_at = 0.0
@@ -244,7 +244,7 @@ class Scaler:
     def _expected_start_s(self) -> float:
         """Seconds from an order to the first token: the 80th percentile of measured starts, and the median wait."""
         if self._start_s is None or self._failed:
-            measured_s = start_times.expected_s(start_times.key_of(self._plan), 0.8)
+            measured_s = measured.expected_s(measured.start_key(self._plan), 0.8)
             waits = sorted(self._waits_s)
             wait_s = waits[len(waits) // 2] if waits else 0.0
             self._start_s = (measured_s if measured_s is not None else _START_S) + wait_s
@@ -286,7 +286,7 @@ class Scaler:
         is_new = kind != self._noted and now - self._noted_at >= _NOTE_EVERY_S
         if before != self._number or is_new:
             self._noted, self._noted_at = kind, now
-            self.events.append(Event(decisions.EVENT, decisions.write_text(before, self._number, self._reason)))
+            self.events.append(Event(events.AUTOSCALE, events.decision_text(before, self._number, self._reason)))
 
     def _write(self, now: float) -> None:
         self._written_at, self._written_names = now, frozenset(self._ordered_at)

@@ -121,7 +121,7 @@ def _engine(name: str) -> Finding:
 
 def _port(deployment: Deployment | None) -> Finding:
     host, port = (deployment.gateway.host, deployment.gateway.port) if deployment else ("127.0.0.1", 8000)
-    if deployment is not None and prepare.holds_port(deployment):
+    if deployment is not None and prepare.holds_port(deployment, prepare.not_ended(deployment.name)):
         return Finding("port", "ok", f"{host}:{port} is held by this deployment, which runs")
     try:
         hardware_network.check_port(host, port)

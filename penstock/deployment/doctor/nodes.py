@@ -121,16 +121,12 @@ def _low(limits: Limits, has_infiniband: bool) -> Iterator[tuple[str, str]]:
         most = 65536 if limits.n_files_hard is None else min(65536, limits.n_files_hard)
         cure = f"Run ulimit -n {most} before the start (systemd: LimitNOFILE; a container: --ulimit)."
         if limits.n_files >= most:  # the hard limit, which only root may raise
-            cure = (
-                f"The hard limit is {most}: an administrator raises it (nofile in /etc/security/limits.conf, the "
-                "LimitNOFILE of the service that starts jobs, a container's --ulimit nofile=65536)."
-            )
+            cure = f"The hard limit is {most}: an administrator raises it (nofile in /etc/security/limits.conf, the "
+            cure += "LimitNOFILE of the service that starts jobs, a container's --ulimit nofile=65536)."
         yield f"open files: {limits.n_files}, vLLM and Ray need thousands", cure
     if limits.n_processes is not None and limits.n_processes < _MIN_PROCESSES:
-        yield (
-            f"processes: {limits.n_processes}, threads count too",
-            "Run ulimit -u 65536, or raise the container's pids limit.",
-        )
+        cure = "Run ulimit -u 65536, or raise the container's pids limit."
+        yield f"processes: {limits.n_processes}, threads count too", cure
     if has_infiniband and limits.locked_bytes is not None and limits.locked_bytes < GIB:
         yield (
             f"locked memory: {show_bytes(limits.locked_bytes)}, InfiniBand pins its buffers",

@@ -20,8 +20,7 @@ import psutil
 
 from penstock.errors import UserError
 from penstock.hardware import NodeFacts
-from penstock.hardware.detect import nvidia_smi
-from penstock.hardware.node_facts import this_node
+from penstock.hardware.detect import nvidia_smi, this_node
 from penstock.models import fetch as model_fetch
 from penstock.models import hub, read_rate, sources
 from penstock.models.files import BUNDLED, choose_gguf, wanted_shards

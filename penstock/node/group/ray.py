@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.engines import Command
-from penstock.hardware import node_facts
+from penstock.hardware import detect
 from penstock.hardware.network import free_port
 from penstock.node.group.addresses import Formation
 from penstock.planner import Plan
@@ -53,7 +53,7 @@ def environment(formation: Formation, folder: str) -> dict[str, str]:
 
 def asks_for_token() -> bool:
     """Whether the installed Ray refuses calls without the token: an older one ignores the variables."""
-    version = node_facts.versions().get("ray", "0.0")
+    version = detect.versions().get("ray", "0.0")
     return tuple(int(part) for part in version.split(".")[:2]) >= _TOKENS_SINCE
 
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.errors import PenstockError, Problem, nearest
-from penstock.hardware import Gpu, Machine, catalog, node_facts
+from penstock.hardware import Gpu, Machine, catalog, detect
 from penstock.models import fetch, sources
 from penstock.planner.engine_versions import NEWEST
 from penstock.spec.deployment import Deployment
@@ -176,7 +176,7 @@ def machine(deployment: Deployment, choices: Choices) -> Machine:
     cards = tuple(Gpu(index, choices.gpu_name, choices.gpu_bytes, choices.gpu_bytes) for index in range(n_gpus))
     n_cpus = int(block.cpu or (_RANK_CPUS * n_gpus or _MOST_CPUS))
     n_bytes = int(block.memory_gb * GIB) if block.memory_gb else (_RANK_BYTES * n_gpus or _MOST_BYTES)
-    versions = {**node_facts.versions(), "vllm": NEWEST}
+    versions = {**detect.versions(), "vllm": NEWEST}
     host = f"a pod of {urlsplit(block.workbench or '').hostname or 'the workbench'}"
     return Machine(host, max(1, n_cpus), n_bytes, n_bytes, cards, versions=versions)
 

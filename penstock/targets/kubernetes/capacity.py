@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from penstock.errors import Problem
-from penstock.hardware import Gpu, Machine, catalog, node_facts
+from penstock.hardware import Gpu, Machine, catalog, detect
 from penstock.planner.engine_versions import NEWEST
 from penstock.spec.deployment import Deployment
 from penstock.targets.kubernetes import gpus, objects, replicas
@@ -165,7 +165,7 @@ def machines(nodes: Sequence[Node], deployment: Deployment) -> list[Machine]:
         free = [node for node in rows if node.n_free_gpus]
         rows = free if len(free) >= deployment.hardware.nodes else rows
     tagged = _VLLM.search(block.image or "")
-    versions = {**node_facts.versions(), "vllm": tagged.group(1) if tagged else NEWEST}
+    versions = {**detect.versions(), "vllm": tagged.group(1) if tagged else NEWEST}
     return [_machine(node, deployment, versions) for node in rows]
 
 

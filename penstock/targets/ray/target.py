@@ -19,7 +19,7 @@ import penstock
 from penstock import processes
 from penstock.errors import PenstockError, Problem
 from penstock.hardware import Machine
-from penstock.hardware.node_facts import machine_in
+from penstock.hardware.detect import machine_in
 from penstock.run_folder import Artifact, Handle, Launch, Record, Run, Unit, replica
 from penstock.spec.blocks import RayCluster
 from penstock.spec.deployment import DEMO_MODEL, Deployment
@@ -92,7 +92,7 @@ class RayJobs(Target):
 
     def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
         try:
-            answers = self._survey(deployment, ["-m", "penstock.hardware.node_facts"], _SURVEY_S)
+            answers = self._survey(deployment, ["-m", "penstock.hardware.detect"], _SURVEY_S)
         except PenstockError as exc:
             if not is_rehearsal:
                 raise

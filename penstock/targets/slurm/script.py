@@ -281,11 +281,11 @@ def _service(deployment: Deployment, run_path: str, role: str, lines: Sequence[s
 
 
 def probe(deployment: Deployment, python: str) -> str:
-    """A script that prints `node_facts` with the nodes' Python, on a machine that shares it. Not for containers."""
+    """A script that prints a machine's facts with the nodes' Python, where that is shared. Not for containers."""
     block = deployment.slurm or Slurm()
     words = shlex.join(_python(block, python, ""))
     head = ['give_up() { echo "$*" >&2; exit 1; }', *_prologue(block)]
-    return "\n".join([*head, f"{words} -m penstock.hardware.node_facts", ""])
+    return "\n".join([*head, f"{words} -m penstock.hardware.detect", ""])
 
 
 def survey(deployment: Deployment, python: str, argv: Sequence[str], folder: str) -> list[str]:

@@ -19,7 +19,7 @@ import msgspec
 from penstock import paths, run_folder
 from penstock.errors import PenstockError, Problem
 from penstock.hardware import Machine
-from penstock.hardware.node_facts import machine_in
+from penstock.hardware.detect import machine_in
 from penstock.run_folder import Artifact, Handle, Launch, Left, Run, Unit, replica
 from penstock.spec.blocks import Ssh as Block
 from penstock.spec.deployment import DEMO_MODEL, Deployment
@@ -83,7 +83,7 @@ class OverSsh(Target):
 
     def _machines(self, deployment: Deployment) -> list[Machine]:
         machines = []
-        for answer in self.survey(deployment, ["-m", "penstock.hardware.node_facts"], timeout_s=60.0):
+        for answer in self.survey(deployment, ["-m", "penstock.hardware.detect"], timeout_s=60.0):
             if answer.exit_code != 0:
                 raise PenstockError(
                     f"could not survey {answer.host}: {(answer.err.strip().splitlines() or ['no answer'])[-1]}",

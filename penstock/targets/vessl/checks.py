@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from penstock.errors import PenstockError, Problem, UserError, nearest
-from penstock.hardware import Gpu, Machine, catalog, node_facts
+from penstock.hardware import Gpu, Machine, catalog, detect
 from penstock.planner.engine_versions import NEWEST
 from penstock.spec.deployment import Deployment
 from penstock.spec.secret_names import secret_names
@@ -272,7 +272,7 @@ def machine(preset: Preset) -> Machine:
         size = (card.memory.nvidia_smi_mib or round(card.memory.torch_total_gib * 1024)) * MIB
         name = card.names[0] if card.names else card.id
         gpus = tuple(Gpu(index, name, size, size) for index in range(preset.gpu_limit))
-    versions = {**node_facts.versions(), "vllm": NEWEST}
+    versions = {**detect.versions(), "vllm": NEWEST}
     n_cpus = max(1, int(preset.cpu_limit or 1))
     return Machine(preset.name, n_cpus, memory, memory, gpus, versions=versions)
 
