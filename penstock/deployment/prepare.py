@@ -56,18 +56,16 @@ def prepare(
     fetching: Fetching = UNSEEN,
 ) -> Prepared:
     """Check, gather facts, plan and render. Changes nothing; the model is fetched to this machine where that is the
-    one that loads it, but not in a rehearsal. `fetching` gets what that has to say.
+    one that loads it, but not in a rehearsal, which takes the GPUs of the file on a machine without.
 
-    `existing` is a running deployment that this one would replace: its port and memory count as free. A rehearsal on a
-    machine without GPUs takes those that the file names.
-    Raises all problems of file, target, machines, disk, port and model together, after the `refusals` of the caller.
+    `existing` is a running deployment that this one would replace: its port and memory count as free. `fetching` hears
+    of the fetch. Raises all problems of file, target, machines, disk, port and model, after the caller's `refusals`.
     """
     errors, is_gateway_here, is_controller_here = [*refusals], True, False
     with _kept(errors):
         target = targets.load(deployment.target)
-        is_gateway_here, is_controller_here = (
-            kind not in target.placed(deployment) for kind in ("gateway", "controller")
-        )
+        placed = target.placed(deployment)
+        is_gateway_here, is_controller_here = "gateway" not in placed, "controller" not in placed
         with _kept(errors):
             _check_file(deployment, target, is_rehearsal)
             machines = _machines(target, deployment, existing, is_rehearsal)
@@ -90,14 +88,14 @@ def prepare(
         errors += [UserError(finding.found, hint=finding.cure) for finding in bad]
         raise together(f'deployment "{deployment.name}"', errors)
     plan = _plan_of_most(target, deployment, machine, len(machines), is_rehearsal, fetching)
-    inherited = dict(os.environ) if target.is_this_machine else {}
+    inherited = os.environ if target.is_this_machine else {}
     children = (preflight.prometheus_warning(observe), ui.warning(deployment, existing)) if is_controller_here else ()
     warnings = [
         *plan.warnings,
         *(f"not used: {text}" for text in least.unread if machine.gpus),
         *target.warnings(deployment),
         *(engines.load(plan.engine).warnings(plan) if target.is_this_machine else ()),
-        *formation.variable_warnings(inherited | deployment.engine.env),
+        *formation.variable_warnings({**inherited, **deployment.engine.env}),
         *filter(None, children),
     ]
     if machine.gpus and not least.gpus and machine.assumed is None:
