@@ -43,67 +43,18 @@ from hosts_slots import SLOTS, take_slot
 from waiting import end, left_s, until
 
 ROOT = Path(__file__).resolve().parent.parent
+MACHINES = Path(__file__).parent / "machines"  # what runs in them, as they read it
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PROGRAMS = ("ip", "unshare", "nsenter", "sshd", "ssh", "ssh-keygen", "bash")
 UNSHARE = ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
 ENTER = ["--net", "--mount", "--uts", "--ipc", "--pid"]
 
 # Pid 1 of a host. A shell, because it must reap orphans: with a daemon as pid 1, `ray stop` waited 16 s for zombies.
-INIT = """\
-set -eu
-base=$1 name=$2 lifeline=$3; shift 3
-own=$base/hosts/$name
-hostname "$name"
-for place in /tmp /var/tmp /root; do
-  for kept; do
-    case $kept in $place/*) mkdir -p "$own$kept"; mount --rbind "$kept" "$own$kept";; esac
-  done
-  mount --rbind "$own$place" "$place"
-done
-for file in "$base"/etc/system/*; do mount --bind "$file" "/etc/${file##*/}"; done
-mount --rbind /sys/fs/cgroup "$own/cgroup"
-mount -t sysfs sysfs /sys       # else /sys/class/net lists the interfaces of the machine outside
-mount --move "$own/cgroup" /sys/fs/cgroup
-mount -t tmpfs -o mode=755 tmpfs /run
-mount -t tmpfs -o mode=1777,size=2g tmpfs /dev/shm
-mkdir -p /run/sshd /run/lock /run/munge
-# Link-local addresses would be a second way between the hosts, which no test means to try.
-echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6 2>/dev/null || :
-ip link set lo up
-if [ -e "$base/keys/$name" ]; then
-  /usr/sbin/sshd -D -f "$base/etc/sshd_config" -h "$base/keys/$name" -E "$base/log/$name.sshd" &
-fi
-: >"$base/run/$name.ready"
-while read -r -u "$lifeline" _; do :; done
-"""
+INIT = (MACHINES / "host_init.sh").read_text()
 
-SSHD_CONFIG = """\
-UsePAM no
-PermitRootLogin prohibit-password
-PasswordAuthentication no
-KbdInteractiveAuthentication no
-StrictModes no
-AuthorizedKeysFile {base}/keys/authorized_keys
-PidFile none
-UseDNS no
-MaxStartups 200
-MaxSessions 200
-AcceptEnv LANG LC_*
-Subsystem sftp internal-sftp
-"""
+SSHD_CONFIG = (MACHINES / "sshd_config").read_text()
 
-SSH_CONFIG = """\
-Host *
-  User root
-  IdentityFile {base}/keys/user
-  IdentitiesOnly yes
-  BatchMode yes
-  StrictHostKeyChecking yes
-  UserKnownHostsFile {base}/keys/known_hosts
-  GlobalKnownHostsFile /dev/null
-  LogLevel ERROR
-  ConnectTimeout 10
-"""
+SSH_CONFIG = (MACHINES / "ssh_config").read_text()
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from hosts import PATH, Host, HostProcess, Hosts
+from hosts import MACHINES, PATH, Host, HostProcess, Hosts
 from hosts_janitor import note
 from waiting import until
 
@@ -35,53 +35,11 @@ PROCTRACKS = ("linuxproc", pytest.param("cgroup", marks=pytest.mark.nightly))
 
 # The reason for each odd line: AuthType's socket is each host's own /run/munge. config_overrides: 8 CPUs on 2 real
 # ones. DefMemPerCPU: else one step takes all the node's memory. SchedulerParameters: no second of waiting per job.
-SLURM_CONF = """\
-ClusterName=box
-SlurmctldHost=login({login})
-SlurmUser=root
-AuthType=auth/munge
-StateSaveLocation=/var/tmp/slurmctld
-SlurmdSpoolDir=/var/tmp/slurmd
-SlurmctldPidFile=/run/slurmctld.pid
-SlurmdPidFile=/run/slurmd.pid
-SlurmctldLogFile={log}/slurmctld.log
-SlurmdLogFile={log}/slurmd.%n.log
-ProctrackType=proctrack/{proctrack}
-TaskPlugin=task/{task}
-MpiDefault=none
-SwitchType=switch/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core_Memory
-DefMemPerCPU=1000
-GresTypes=gpu
-SlurmdParameters=config_overrides
-ReturnToService=2
-SlurmdTimeout=10
-KillWait=20
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=2
-NodeName=DEFAULT CPUs=8 RealMemory=16000 Gres=gpu:h100:{gpus}
-{nodes}
-PartitionName=main Nodes=ALL Default=YES MaxTime=1-0 State=UP PriorityTier=10 GraceTime=3
-PartitionName=high Nodes=ALL MaxTime=1-0 State=UP PriorityTier=20
-"""
+SLURM_CONF = (MACHINES / "slurm.conf").read_text()
 CGROUP_CONF = "CgroupPlugin=cgroup/v1\nConstrainDevices=yes\nConstrainRAMSpace=yes\n"
 
 # Slurm names its control groups after the node, so two clusters would share them: each node gets a part of the tree.
-OWN_CGROUPS = """\
-for controller in {controllers}; do
-  group=/sys/fs/cgroup/$controller/{group}
-  mkdir -p $group
-  if [ $controller = cpuset ]; then
-    cat /sys/fs/cgroup/cpuset/cpuset.cpus >$group/cpuset.cpus
-    cat /sys/fs/cgroup/cpuset/cpuset.mems >$group/cpuset.mems
-  fi
-  mount --bind $group /sys/fs/cgroup/$controller
-done
-"""
+OWN_CGROUPS = (MACHINES / "own_cgroups.sh").read_text()
 
 
 def missing_slurm(proctrack: str) -> str | None:

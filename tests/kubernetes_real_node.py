@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hosts import MACHINES
 from hosts_janitor import note, note_pid
 from kubernetes_api import ApiError
 from kubernetes_cluster import Cluster, Pod
@@ -45,38 +46,9 @@ set -e
 for group in {groups}; do echo $$ >$group/cgroup.procs; done
 exec unshare --mount --pid --cgroup --fork --kill-child --mount-proc bash {folder}/node.sh
 """
-NODE = """\
-set -e
-mount -t tmpfs run /run
-mount --bind {folder}/lib /var/lib
-mount --bind {folder}/log /var/log
-for name in {kernel}; do
-  mount --bind {folder}/kernel/$(basename $name) /proc/sys/$name
-done
-mount -t tmpfs cgroup /sys/fs/cgroup
-{mounts}
-containerd --config {folder}/containerd.toml &
-until ctr --connect-timeout 1s version >/dev/null 2>&1; do sleep 0.1; done
-ctr -n k8s.io images import {folder}/image.tar
-{kubelet} --config={folder}/kubelet.json --kubeconfig={kubeconfig} --root-dir={folder}/kubelet \\
-  --container-runtime=remote --container-runtime-endpoint=unix:///run/containerd/containerd.sock \\
-  --hostname-override={name} --node-ip={address} --cert-dir={folder}/certs &
-wait -n
-"""
+NODE = (MACHINES / "node.sh").read_text()
 # https://github.com/containerd/containerd/blob/v1.6.20/docs/cri/config.md
-CONTAINERD = """\
-version = 2
-root = "{folder}/containerd"
-state = "/run/containerd"
-oom_score = 0
-[plugins."io.containerd.grpc.v1.cri"]
-  sandbox_image = "docker.io/library/{image}"
-  restrict_oom_score_adj = true
-  disable_apparmor = true
-  [plugins."io.containerd.grpc.v1.cri".cni]
-    bin_dir = "{plugins}"
-    conf_dir = "{folder}/cni"
-"""
+CONTAINERD = (MACHINES / "containerd.toml").read_text()
 
 
 def missing() -> str | None:

@@ -37,31 +37,7 @@ echo ready
 exec sleep infinity
 """
 # `pivot_root . .`: https://man7.org/linux/man-pages/man2/pivot_root.2.html
-CONTAINER = """\
-set -e
-root={root}
-mkdir -p $root
-mount -t tmpfs -o mode=755 tmpfs $root
-mkdir $root/upper $root/work $root/merged
-mount -t overlay -o lowerdir=/,upperdir=$root/upper,workdir=$root/work overlay $root/merged
-cd $root/merged
-mount -t proc proc proc
-mount -t sysfs sysfs sys
-mount --rbind /dev dev
-mount -t tmpfs -o mode=1777,size=64m shm dev/shm
-mkdir -p .{image} .{packages} .{home}
-{kept}
-rm -f etc/resolv.conf
-cp {folder}/etc/* etc/
-mount --bind {base}/image .{image}
-mount --bind {site} .{packages}
-{mounts}
-{read_only}
-pivot_root . .
-umount -l .
-cd /
-exec env -i {env} {command}
-"""
+CONTAINER = Path(__file__).with_name("machines").joinpath("container.sh").read_text()
 
 
 @dataclass(frozen=True)
