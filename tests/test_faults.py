@@ -10,14 +10,12 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from launching import (
-    PROMPT,
     Place,
     ask,
     call,
@@ -32,14 +30,13 @@ from launching import (
 )
 from waiting import left_s, until
 
-from penstock import paths, processes
+from penstock import processes
 from penstock.engines import Command
 from penstock.node.__main__ import TimedLines
 from penstock.node.engine_process import EngineProcess
 from penstock.run_folder import Artifact, Run
 from penstock.targets.local import Local
 from penstock.wire.announcement import Restart
-from penstock.wire.client import Client
 
 pytestmark = pytest.mark.processes
 
@@ -257,23 +254,6 @@ def remove(path: Path) -> bool:
     """As `rm -rf`, again while somebody writes into it."""
     shutil.rmtree(path, ignore_errors=True)
     return not path.exists()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("is_killed", [False, True], ids=["", "and its controller is killed"])
-def test_a_home_that_is_away_for_a_moment_ends_nothing(place: Place, is_killed: bool) -> None:
-    run = place.up(place.write("one"))
-    controller, away = pid_of(run, "controller"), place.folder / "unmounted"
-    client = Client(run.url, timeout_s=left_s())
-    paths.home().rename(away)
-    kill(*[controller] * is_killed)
-    time.sleep(2.0)
-    assert client.complete(PROMPT, max_tokens=8).text, "requests are served all along"
-    away.rename(paths.home())
-    until(lambda: now(run).controller.state == "running" and len(pids(run, "watchdog")) == 1, "both watch again")
-    assert (pid_of(run, "controller") != controller) is is_killed
-    kill(pid_of(run, "node"))
-    wait_restarted(run, "replica", 0, "node process")
 
 
 def test_two_ups_at_once_start_one_deployment(place: Place) -> None:

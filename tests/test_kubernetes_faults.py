@@ -202,29 +202,6 @@ def test_a_gateway_that_ends_comes_back_on_any_node(start: Callable[..., Deploym
 
 
 @pytest.mark.nightly
-def test_a_replica_of_two_nodes_forms_again_without_a_lost_one(start: Callable[..., Deployment]) -> None:
-    one = start(hardware={"nodes": 2}, parallel={"pipeline": 2})
-    assert sorted(one.replica_pods()) == ["one-r0-0", "one-r0-1"]
-    second = one.space.pod("one-r0-1")
-
-    def is_another(name: str) -> Callable[[], bool]:
-        uid = one.replica_pods()[name]
-        return lambda: one.replica_pods().get(name) not in (None, uid) and is_ready(one.run, 1)
-
-    with one.fault("one of two pods deleted", is_another(second.name), loses=True):
-        one.space.kubectl("delete", "pod", second.name, "--wait=false")
-    assert "pod one-r0-1 took the place of another" in one.restarts()
-    lost = one.far_from_others(second, one.space.pod("one-r0-0"))
-    node = one.space.cluster.node(lost.node)
-    with one.fault("one of two nodes lost", is_another(lost.name), loses=True):
-        node.lose()
-    pods = one.replica_pods()
-    node.come_back()
-    one.space.wait(lambda: node.is_ready, "the node is back")
-    assert one.replica_pods() == pods and len(pods) == 2
-
-
-@pytest.mark.nightly
 def test_an_api_server_that_hangs_or_is_away_stops_nothing(start: Callable[..., Deployment]) -> None:
     one = start()
     with one.fault("API server hangs for 10 s", lambda: is_ready(one.run, 1)):

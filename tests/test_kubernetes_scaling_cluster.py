@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import pytest
 from autoscale_story import FIELDS, SLOW
 from kubernetes_cluster import Namespace
 from kubernetes_metrics_adapter import serving
-from launching import Asking, Place, ask, call, now, wait_ready
+from launching import Asking, Place, ask, call, now
 from test_kubernetes_target import file_for, place, up  # noqa: F401 - fixtures
 from waiting import until
 
@@ -36,87 +33,6 @@ def file_of(place: Place, **fields: Any) -> Path:
 
 def sets(space: Namespace) -> list[str]:
     return sorted(row["metadata"]["name"] for row in space.objects("statefulsets", "/apis/apps/v1"))
-
-
-class Pods:
-    """The pods of replicas from now on, by the replica: the uids of those that ever were, and most of one at once."""
-
-    def __init__(self, space: Namespace) -> None:
-        self.uids: dict[str, set[str]] = {}
-        self.most_at_once = 0
-        self._space, self._is_over = space, threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-
-    def _look(self) -> None:
-        while not self._is_over.wait(0.1):
-            rows = self._space.objects("pods", labels="app.kubernetes.io/component=replica")
-            names = [row["metadata"]["name"] for row in rows]
-            self.most_at_once = max([self.most_at_once, *map(names.count, names)])
-            for row in rows:
-                self.uids.setdefault(row["metadata"]["name"], set()).add(row["metadata"]["uid"])
-
-    def of(self, name: str) -> int:
-        return len(self.uids.get(name, ()))
-
-    def end(self) -> None:
-        self._is_over.set()
-        self._thread.join(10.0)
-
-
-@pytest.fixture
-def pods(kubernetes: Namespace) -> Iterator[Pods]:
-    seen = Pods(kubernetes)
-    yield seen
-    seen.end()
-
-
-@pytest.mark.nightly
-def test_a_controllers_pod_that_is_lost_at_each_phase_places_nothing_twice(
-    place: Place, kubernetes: Namespace, pods: Pods
-) -> None:
-    """The next pod has nothing but what the API keeps. Each phase prints a row of docs/measurements/faults.md (-s)."""
-    replicas = {"min": 0, "max": 2, "idle_s": 10}
-    run, key = up(place, file_for(place, args=SLOW | {"load-s": 4.0}, gateway=FIELDS["gateway"], replicas=replicas))
-    began = 0.0
-
-    def lose_controller() -> float:
-        (controller,) = kubernetes.pods("app.kubernetes.io/component=controller")
-        kubernetes.kubectl("delete", "pod", controller.name, "--wait=false", "--grace-period=0", "--force")
-        return time.monotonic()
-
-    def row(phase: str, *streams: Asking) -> None:
-        seconds, n_lost = time.monotonic() - began, sum(stream.end().error is not None for stream in streams)
-        print(f"| kubernetes | controller's pod | {phase} | {seconds:.1f} | {n_lost} of {len(streams)} |", flush=True)
-        assert n_lost == 0, [stream.error for stream in streams]
-
-    streams = [Asking(run.url, autoscale_story.N_TOKENS, key=key) for _ in range(4)]
-    until(lambda: sets(kubernetes) == ["one-r0", "one-r1"], "requests wait: the second is placed")
-    began = lose_controller()
-    assert call("scale", "one", 2).code == 0, "it stays wanted when the streams end first"
-    wait_ready(run, 2)
-    row("placed, one loads", *streams)
-    assert (pods.of("one-r0-0"), pods.of("one-r1-0")) == (1, 1)
-
-    n_second = pods.of("one-r1-0")
-    streams = [Asking(run.url, 200, key=key) for _ in range(2)]
-    until(lambda: all(row.in_flight for row in now(run).replicas), "both are busy")
-    assert call("scale", "one", 1, "--no-wait").code == 0
-    until(lambda: "replica draining" in call("logs", "one", "--part", "events").out, "one drains")
-    began = lose_controller()
-    wait_ready(run)
-    row("one drains", *streams)
-    assert (pods.of("one-r0-0"), pods.of("one-r1-0")) == (1, n_second)
-
-    assert call("scale", "one", "auto").code == 0
-    until(lambda: sets(kubernetes) == [], "nobody asks: all end")
-    n_first, held = pods.of("one-r0-0"), Asking(run.url, 8, key=key)
-    until(lambda: sets(kubernetes) == ["one-r0"], "the request wakes one")
-    began = lose_controller()
-    held.end()
-    wait_ready(run)
-    row("woken, one loads", held)
-    assert (pods.of("one-r0-0"), pods.most_at_once) == (n_first + 1, 1)
 
 
 def gauge_of(run: Run) -> int | None:

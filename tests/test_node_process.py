@@ -94,14 +94,6 @@ def test_all_nodes_of_a_replica_leave_on_one_order_and_their_successors_stay(rig
     rig.wait_state("ready")
 
 
-@pytest.mark.parametrize("rig", [TWO], indirect=True)
-@pytest.mark.nightly
-def test_a_rank_whose_first_node_never_came_leaves_too(rig: Rig) -> None:
-    node = rig.node(1)
-    leave(rig)
-    assert end(node) == 0
-
-
 HOOK = """
 import os, sys, threading, time
 def work():

@@ -201,28 +201,6 @@ def test_down_with_a_dead_host_ends_the_rest_and_clean_ends_it_later(place: Plac
     assert run.is_ended()
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_replica_over_two_hosts_comes_back_after_a_power_loss(place: Place, hosts: Hosts, lost: int) -> None:
-    cut = {"hardware": {"nodes": 2}, "parallel": {"tensor": 2}, "engine": {"executor": "mp"}}
-    run = place.up(write(place, hosts, args={"tokens_per_s": 50}, **cut))  # type: ignore[arg-type]
-    announcement = replica_of(run).announcement
-    assert announcement is not None and [node.host for node in announcement.nodes] == ["node1", "node2"]
-    other = node_of(hosts[1 - lost]).pid
-    stream = Asking(run.url, 900)
-    until(lambda: stream.text, "the stream runs")
-    hosts[lost].kill()
-    stream.end()
-    assert stream.error is not None, "the stream says that it broke off"
-    name = hosts[lost].name
-    until(lambda: name in (replica_of(run).reason or ""), "status names the host")
-    assert now(run).phase == "degraded"
-    hosts[lost].start()
-    until(lambda: now(run).phase == "ready", "the replica is back")
-    assert node_of(hosts[1 - lost]).pid == other, "only the lost node was placed again"
-    ask(run)
-
-
 # ---- real vLLM cut over two hosts ------------------------------------------------------------------------------------
 
 

@@ -375,7 +375,6 @@ STILL_WAITING: dict[str, int] = {
     "tests/kubernetes_services.py": 1,
     "tests/network_disk.py": 1,
     "tests/test_bench_serve.py": 2,
-    "tests/test_faults.py": 1,
     "tests/test_kubernetes_faults.py": 3,
     "tests/test_life.py": 2,
     "tests/test_real_sleep.py": 1,
