@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from samples import NOW, cpu_machine, deployment, draft, gpu_machine, run_folder
 
-from penstock import __version__
+from penstock import __version__, paths
 from penstock import run_folder as runs
 from penstock.cli import lifecycle, main, output
 from penstock.deployment import prepare, start, stop
@@ -334,7 +334,7 @@ def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_clean_finds_nothing_or_shows_first(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert shell("clean") == (0, "nothing is left behind\n", "")
-    (tmp_path / "penstock-0a1b2c-0").mkdir()
+    paths.make_private(tmp_path / "penstock-0a1b2c-0", paths.home() / "runs" / "one")
     code, output, _ = shell("clean")
     assert (code, output.splitlines()[-1]) == (0, "run `penstock clean --yes` to remove these")
     assert (tmp_path / "penstock-0a1b2c-0").is_dir()

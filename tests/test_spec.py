@@ -121,21 +121,82 @@ def test_problems_are_reported_together() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "CUDA_VISIBLE_DEVICES",
-        "NVIDIA_VISIBLE_DEVICES",
-        "ROCR_VISIBLE_DEVICES",
-        "HIP_VISIBLE_DEVICES",
-        "ZE_AFFINITY_MASK",
-    ],
+    "name", ["CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"]
 )
 def test_a_variable_that_overrides_the_gpus_of_a_replica_is_refused(name: str) -> None:
     error = refused(f'model: m\nengine: {{env: {{{name}: "2", NCCL_DEBUG: INFO}}}}')
     (problem,) = error.problems
     wanted = (f"engine.env.{name}", "overrides the GPUs that each replica is given", 2)
     assert (problem.path, problem.message, error.exit_code) == wanted
-    assert "those in its own CUDA_VISIBLE_DEVICES" in str(problem.hint)
+    assert "CUDA_VISIBLE_DEVICES" in str(problem.hint)
+
+
+# NAME=value that must not travel, by name and by value, and that may.
+SECRET = """
+    HF_TOKEN=x WANDB_API_KEY=x AWS_SECRET_ACCESS_KEY=x AWS_ACCESS_KEY_ID=x AWS_SESSION_TOKEN=x PGPASSWORD=12345
+    MYSQL_PWD=x SSHPASS=x DB_PASS=x AZURE_CLIENT_SECRET=x STORAGE_ACCOUNT_KEY=x CLIENTSECRET=x MY_CREDENTIALS=x
+    KEY=abcde API_KEY_2=x authToken=x A=hf_abcdefghijklmnopqrstuvwxyzABCDEF A=sk-abcdefghijklmnop1234
+    A=sk-ant-api03-abcdefGHI1234jkl A=ghp_abcdefghijklmnopqrst12 A=github_pat_11ABCDEFG0abcdefghijk
+    A=AKIAIOSFODNN7EXAMPLE A=xoxb-123456789012-abcdef A=glpat-abcdefghij0123456789 A=AIzaSyA1234567890abcdefghij
+    A=ya29.a0AfH6SMBabcdefghijk A=eyJhbGciOiJIUzI1NiJ9.eyJzdWIi A=https://user:pw@host/x A=postgres://u:p@db:5432/x
+    A=redis://:pw@h A=https://h/?token=abcdef A=api-key=abc,team=x A=-----BEGIN~PRIVATE~KEY-----
+    A={"token":"abcdef"} A=Authorization:~Bearer~abcdefghijklmnop A=AccountName=a;AccountKey=abc12==
+    A=Q9zX7lk2Vb8nW3rT6Yp1s A=dQw4w9WgXcQ8s7f6g5h4j3k2"""
+PUBLIC = """
+    TOKENIZERS_PARALLELISM=false HF_TOKEN_PATH=/x/y TLS_KEY_FILE=x A_KEY=/x/y.pem A_KEY=~/x A_KEY=$B BOS_TOKEN=<s>
+    HF_HUB_DISABLE_IMPLICIT_TOKEN=1 VLLM_SORT_KEY=created_at MAX_TOKENS=81920 RAY_AUTH_MODE=token SECRET_NAME=hub
+    MONKEY=x NCCL_IB_HCA=mlx5_0:1,mlx5_1:1,mlx5_2:1 CUDA_DEVICE_ORDER=PCI_BUS_ID A=0,1,2,3,4,5,6,7
+    A=8.0;8.9;9.0a+PTX A=8f5e3c1b2a4d6e7f8091a2b3c4d5e6f708192a3b
+    A=sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+    A=GPU-3f2b8c1a-4d5e-6f70-8192-a3b4c5d6e7f8 A=MIG-GPU-3f2b8c1a-4d5e-6f70-8192-a3b4c5d6e7f8/1/0
+    A=FlashInferMLAPrefill A=deepseek-ai/DeepSeek-R1-0528-Qwen3-8B-AWQ A=Qwen/Qwen3-235B-A22B-Instruct-2507-FP8
+    A=gke-llm-a3-1a2b3c4d-x9z8.internal A=http://proxy.example:3128 A=http://$USER:$PW@proxy A=ssh://git@host/x
+    A=docker://reg.io:5000/img@sha256:abc A=cu128-torch2.8.0-py312-x86_64
+    A={"kv_connector":"NixlConnector","kv_role":"kv_both"} A=2026-11-28T07:00:00Z"""
+ELSEWHERE = [
+    ("model", "model: https://u:abc@h/x"),
+    ("engine.args.hf-token", "engine: {args: {hf-token: abc, hf-overrides: {pad_token: <p>}}}"),
+    ("engine.args.c.aws_secret_access_key", "engine: {args: {c: {aws_secret_access_key: abc}}}"),
+    ("slurm.prologue", "target: slurm\nslurm: {prologue: [module load x, export A=$(cat a), export B_TOKEN=abc]}"),
+    ("slurm.directives", 'target: slurm\nslurm: {directives: ["--export=ALL,WANDB_API_KEY=abc"]}'),
+    ("ray.runtime_env.env_vars.A_KEY", "target: ray\nray: {runtime_env: {env_vars: {A_KEY: abc, B_KEY: /x}}}"),
+    ("kubernetes.patch.metadata.value", "target: kubernetes\nkubernetes: {hub_token_secret: h, patch: {metadata: [{"
+     "name: A_TOKEN, value: abc}, {name: B_TOKEN, valueFrom: {secretKeyRef: {name: a, key: token}}}]}}"),
+    ("vessl.imports./x", "target: vessl\nvessl: {secrets: {HF_TOKEN: hub}, imports: {/x: 'git://u:abc@h/x'}}"),
+    ("cache.weights", "cache: {weights: 's3://u:abc@h/x'}\nui: {system: password=x}"),
+    ("gateway.store", "gateway: {store: 'postgresql://u:abc@h/d'}"),
+    ("gateway.traces.endpoint", "gateway: {traces: {endpoint: 'http://u:abc@h:1'}}"),
+    ("observe.remote_write.url", "observe: {prometheus: true, remote_write: {url: 'https://u:abc@h/x'}}"),
+]  # fmt: skip
+CURES = {"local": "export A_TOKEN", "slurm": "cat ~/.A_TOKEN)", "kubernetes": "KeyRef", "vessl": "{A_TOKEN: ITS"}
+
+
+def test_a_variable_that_looks_like_a_secret_is_refused_and_others_pass() -> None:
+    for row in SECRET.split():
+        name, _, value = row.replace("~", " ").partition("=")
+        with pytest.raises(SpecError) as caught:
+            reading.from_mapping({"model": "m", "engine": {"env": {name: value}}})
+        assert [problem.path for problem in caught.value.problems] == [f"engine.env.{name}"] or "token" in value, row
+    for row in PUBLIC.split():
+        name, _, value = row.partition("=")
+        assert reading.from_mapping({"model": "m", "engine": {"env": {name: value}}}).engine.variables == {name: value}
+
+
+@pytest.mark.parametrize(("path", "text"), ELSEWHERE)
+def test_a_secret_elsewhere_in_the_file_is_refused_and_not_shown(path: str, text: str) -> None:
+    (problem,) = refused(text if path == "model" else f"model: m\n{text}").problems
+    assert (problem.path, "abc" in str(problem)) == (path, False)
+
+
+def test_a_refused_secret_has_a_way_to_give_it_and_what_is_none_can_be_declared() -> None:
+    for target, cure in CURES.items():
+        (problem,) = refused(f"model: m\ntarget: {target}\nengine: {{env: {{A_TOKEN: abc}}}}").problems
+        assert cure in str(problem.hint) and "{env: {A_TOKEN: {value: ..., secret: false}}}" in str(problem.hint)
+    text = "model: m\nengine: {env: {A_TOKEN: {value: 12345, secret: %s}, B: x}}"
+    declared = reading.parse(text % "false")
+    assert declared.engine.variables == {"A_TOKEN": "12345", "B": "x"}
+    assert reading.parse(reading.to_yaml(declared)) == declared
+    assert "(secret: true)" in str(refused(text % "true").detail)
 
 
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
@@ -237,8 +298,8 @@ def test_differences_name_each_changed_field() -> None:
 
 
 def test_differences_show_no_value_of_a_variable() -> None:
-    before, after = (reading.parse(f"model: m\nengine: {{env: {{HF_TOKEN: hf_{n}}}}}") for n in (1, 2))
-    assert reading.differences(before, after) == ["engine.env.HF_TOKEN: *** -> ***"]
+    before, after = (reading.parse(f"model: m\nengine: {{env: {{A: a{n}}}}}") for n in (1, 2))
+    assert reading.differences(before, after) == ["engine.env.A: *** -> ***"]
 
 
 @pytest.mark.parametrize(

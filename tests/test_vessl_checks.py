@@ -59,7 +59,6 @@ BAD = [
     ({"gateway": {"port": 21}}, "the control port (gateway.port + 1): 22 is no port that a run can publish"),
     ({"gateway": {"port": 7859}, "ui": True}, "ui.port: is the gateway's control port"),
     ({"gateway": {"access_log": "/var/log/x"}}, "gateway.access_log: is a file of this machine"),
-    ({"engine": {"env": {"HF_TOKEN": "hf_abc"}}}, "engine.env.HF_TOKEN: its value would be in clear text in the run"),
     ({"cache": {"weights": "pvc:models"}}, 'cache.weights: "pvc:models" is nothing that a run can have'),
     ({"cache": {"weights": "hf://huggingface.co/a/b"}}, 'cache.weights: "hf://huggingface.co/a/b" is nothing that a'),
     ({"model": "/models/llama"}, 'model: "/models/llama" is a folder, and the container has none of this machine'),

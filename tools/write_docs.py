@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -228,8 +229,7 @@ def _default(field: msgspec.structs.FieldInfo, path: str) -> str:
 
 
 def _least(path: str) -> str:
-    bound = reading._AT_LEAST.get(path)
-    return "" if bound is None else f"{bound:g}"
+    return next((str(bound) for bound, paths in reading._AT_LEAST.items() if re.fullmatch(paths, path)), "")
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

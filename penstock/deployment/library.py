@@ -204,10 +204,8 @@ def down(name: str | None = None, *, now: bool = False) -> None:
 
 
 def deployment_of(source: Source, settings: Sequence[str] = ()) -> Deployment:
-    if isinstance(source, Deployment):
-        return source
-    if isinstance(source, Mapping):
-        return reading.from_mapping(source, "this deployment", settings)
+    if isinstance(source, Mapping | Deployment):  # which may have been made without the rules of a file
+        return reading.from_mapping(msgspec.to_builtins(source), "this deployment", settings)
     return reading.read(source, settings)
 
 

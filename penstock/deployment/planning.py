@@ -29,7 +29,7 @@ from penstock.planner.speed.estimate import Speed
 from penstock.planner.throughput import throughput
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment, Parallel, Scalar, Workload
-from penstock.spec.secret_names import secret_names, without_secrets
+from penstock.spec.secret_values import secret_names
 from penstock.text import bare_flag
 
 _Value = Scalar | list[Scalar]
@@ -164,8 +164,8 @@ def request_of(deployment: Deployment, of_model: Facts, gpu: str) -> SizingReque
         network=hardware.link,
         max_model_len=deployment.engine.max_model_len,
         gpu_memory_utilization=deployment.engine.gpu_memory_utilization,
-        more_args=tuple(pass_through(without_secrets(more))),
-        environment=_environment(deployment.engine.env),
+        more_args=tuple(pass_through(more)),
+        environment=_environment(deployment.engine.variables),
         **(msgspec.structs.asdict(cut) if cut else {}),
         **msgspec.structs.asdict(deployment.workload),
         **known,

@@ -95,7 +95,7 @@ def prepare(
         *(f"not used: {text}" for text in least.unread if machine.gpus),
         *target.warnings(deployment),
         *(engines.load(plan.engine).warnings(plan) if target.is_this_machine else ()),
-        *formation.variable_warnings({**inherited, **deployment.engine.env}),
+        *formation.variable_warnings({**inherited, **deployment.engine.variables}),
         *filter(None, children),
     ]
     if machine.gpus and not least.gpus and machine.assumed is None:

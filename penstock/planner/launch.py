@@ -145,7 +145,7 @@ def _plan(
         n_threads=max(1, machine.n_cpus // max(1, n_replicas) - (1 if machine.n_cpus > 1 else 0)),
         gpu_memory_utilization=deployment.engine.gpu_memory_utilization,
         args=deployment.engine.flags,
-        env=deployment.engine.env,
+        env=deployment.engine.variables,
         start_timeout_s=deployment.engine.start_timeout_s,
         stall_s=deployment.engine.stall_s,
         drain_s=deployment.engine.drain_s,
@@ -224,7 +224,7 @@ def _refuse_too_little_memory(
 
 def _as_sized(deployment: Deployment, machine: Machine, n_replicas: int, sizing: Sizing, key: Key | None) -> _Chosen:
     settings = sizing.settings
-    if deployment.engine.env.get(_LONG_LENGTHS_ALLOWED, "").lower() not in ("1", "true"):
+    if deployment.engine.variables.get(_LONG_LENGTHS_ALLOWED, "").lower() not in ("1", "true"):
         _refuse_longer_than(settings.longest_model_len, settings.max_model_len, deployment)
     if not sizing.fits:
         raise _does_not_fit(deployment, machine, n_replicas, sizing, settings)

@@ -10,6 +10,17 @@ import msgspec
 # Targets whose gateway runs where others may reach it: on a login node, in a cluster's network, at a public address.
 SHARED = ("ssh", "slurm", "kubernetes", "cloudera", "vessl")
 
+# How an engine's variable gets a secret there, which the file does not hold.
+SECRETS_FROM = {
+    "local": "export {name} before `penstock up`: engines inherit its environment",
+    "ssh": "set {name} in /etc/environment of each host",
+    "ray": "set {name} where `ray start` runs on each machine",
+    "slurm": "keep it in a file of mode 600, and set slurm: {{prologue: ['export {name}=$(cat ~/.{name})']}}",
+    "kubernetes": "put it into a Secret, and name it in kubernetes.hub_token_secret or kubernetes.patch (secretKeyRef)",
+    "cloudera": "set {name} in the environment variables of the project",
+    "vessl": "make a VESSL secret, then vessl.secrets: {{{name}: ITS_NAME}}",
+}
+
 
 class Ssh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bare machines by OpenSSH. A replica takes `hardware.nodes` of the hosts, in their order.

@@ -68,9 +68,18 @@ class Sleep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     level: Literal["auto", 1, 2] = "auto"
 
 
+class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A value of `engine.env` that looks like a secret; with `secret: false` it is none."""
+
+    value: str
+    secret: bool
+
+
 class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The engine and its own settings. `args` are engine flags without dashes in front, passed through as they are;
-    a mapping becomes JSON. `env`: text or numbers; true and false become 1 and 0.
+    a mapping becomes JSON. `env`: text or numbers; true and false become 1 and 0. What looks like a secret is refused
+    here and in other texts, with the way to give it, since files of the deployment would show it. `NAME: {value: TEXT,
+    secret: false}` is a value that is none.
 
     `executor` is how the ranks of one replica find each other: Ray, or vLLM's own processes (mp); auto takes mp inside
     one node and ray across nodes. `join_timeout_s`: how long the first node waits for the others. `ray_dashboard_host`:
@@ -85,7 +94,7 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu_memory_utilization: float = 0.92
     executor: Literal["auto", "ray", "mp"] = "auto"
     args: dict[str, Scalar | list[Scalar]] = {}
-    env: dict[str, str] = {}
+    env: dict[str, str | Variable] = {}
     start_timeout_s: float = 3600.0
     join_timeout_s: float = 300.0
     ray_dashboard_host: str = "127.0.0.1"
@@ -97,6 +106,11 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def flags(self) -> dict[str, Scalar | list[Scalar]]:
         """`args`, and the flag of `load` where the file names a format."""
         return self.args if self.load == "auto" else {**self.args, "load-format": self.load}
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """`env` with plain values."""
+        return {name: value if isinstance(value, str) else value.value for name, value in self.env.items()}
 
 
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import math
 import re
 from collections.abc import Iterator
 from typing import Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -21,6 +21,7 @@ STDERR = "stderr"  # as the place of the access log
 
 # RFC 6454: a scheme and a host, perhaps a port. https://www.rfc-editor.org/rfc/rfc6454#section-6.2
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?\Z")
+_ENDPOINT = re.compile(r"(?i)https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::(\d{1,5}))?(/[^?#\s]*[^/?#\s])?\Z")
 _PATH_PREFIX = re.compile(r"(/[A-Za-z0-9_-][A-Za-z0-9_.~-]*)+\Z")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
@@ -123,8 +124,21 @@ def setting_problems(settings: GatewaySettings, needs_key: bool) -> Iterator[Pro
     for index, route in enumerate(settings.engine_routes):
         if not _PATH_PREFIX.match(route):
             yield Problem(f"engine_routes[{index}]", f'"{route}" is not a path', "example: /v1/load_lora_adapter")
-    yield from _bound_problems(settings)
-    yield from _log_problems(settings)
+    for block in ("limits", "queue"):
+        for field, value in msgspec.structs.asdict(getattr(settings, block)).items():
+            if value is not None and not 0 < value < math.inf:
+                yield Problem(f"{block}.{field}", f"{value} is not above 0")
+    if settings.queue.key_share > 1:
+        yield Problem("queue.key_share", f"{settings.queue.key_share:g} is above 1", "1 means the whole queue")
+    if settings.access_log is not None and not settings.access_log.strip():
+        yield Problem("access_log", "is empty", f"a file, or {STDERR}")
+    traces = settings.traces
+    endpoint = _ENDPOINT.match(traces.endpoint) if traces is not None else None
+    if traces is not None and (endpoint is None or not 0 < int(endpoint[2] or 4318) <= 65535):
+        hint = "the address of OTLP over HTTP, without /v1/traces: http://127.0.0.1:4318"
+        yield Problem("traces.endpoint", f'"{traces.endpoint}" is not http://HOST:PORT', hint)
+    if traces is not None and not 0 <= traces.sample <= 1:
+        yield Problem("traces.sample", f"{traces.sample:g} is not from 0 to 1")
     for index, origin in enumerate(settings.allowed_origins):
         if origin == "*" and not needs_key:
             hint = "name the origins, or set auth: keys"
@@ -139,42 +153,8 @@ def setting_problems(settings: GatewaySettings, needs_key: bool) -> Iterator[Pro
             yield Problem(f"upstreams[{index}].key_env", "is not the name of an environment variable", hint)
 
 
-def _log_problems(settings: GatewaySettings) -> Iterator[Problem]:
-    if settings.access_log is not None and not settings.access_log.strip():
-        yield Problem("access_log", "is empty", f"a file, or {STDERR}")
-    if settings.traces is None:
-        return
-    if not _is_endpoint(settings.traces.endpoint):
-        hint = "the address of OTLP over HTTP, without /v1/traces: http://127.0.0.1:4318"
-        yield Problem("traces.endpoint", f'"{settings.traces.endpoint}" is not http://HOST:PORT', hint)
-    if not 0 <= settings.traces.sample <= 1:
-        yield Problem("traces.sample", f"{settings.traces.sample:g} is not from 0 to 1")
-
-
-def _is_endpoint(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        has_port = parts.port is None or parts.port > 0
-    except ValueError:
-        return False
-    is_plain = not (parts.query or parts.fragment or "@" in parts.netloc or parts.path.endswith("/"))
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and has_port and is_plain
-
-
-def _bound_problems(settings: GatewaySettings) -> Iterator[Problem]:
-    for block in ("limits", "queue"):
-        for field, value in msgspec.structs.asdict(getattr(settings, block)).items():
-            if value is not None and not 0 < value < math.inf:
-                yield Problem(f"{block}.{field}", f"{value} is not above 0")
-    if settings.queue.key_share > 1:
-        yield Problem("queue.key_share", f"{settings.queue.key_share:g} is above 1", "1 means the whole queue")
-
-
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach the host. Names are not resolved."""
-    if host == "localhost":
-        return True
-    try:
+    with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return host == "localhost"

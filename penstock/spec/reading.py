@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import ipaddress
 import json
@@ -10,19 +9,18 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
 from penstock.errors import Problem, SpecError, UserError, nearest
 from penstock.spec.blocks import SHARED
-from penstock.spec.deployment import DEMO_MODEL, TARGETS, Deployment, Observe, default_name, is_legal_name
+from penstock.spec.deployment import DEMO_MODEL, TARGETS, Deployment, default_name, is_legal_name
 from penstock.spec.gateway import is_loopback, setting_problems
 from penstock.spec.scaling import replicas_rules
-from penstock.spec.secret_names import without_secrets
+from penstock.spec.secret_values import secret_problems, without_secrets
 from penstock.text import bare_flag
 
 
@@ -36,8 +34,8 @@ def read(source: str | Path, settings: Sequence[str] = ()) -> Deployment:
         # Path("") is the current folder, which an unset variable of a script does not mean.
         is_model_path = str(source) not in ("", DEMO_MODEL) and (path.is_dir() or path.is_file())
     except (OSError, ValueError) as exc:
-        why = getattr(exc, "strerror", None) or str(exc)
         shown = str(source) if len(str(source)) <= 200 else f"{str(source)[:200]}..."
+        why = getattr(exc, "strerror", None) or exc
         raise UserError(f'could not read "{shown}": {why}', hint="Check the path.") from exc
     model = str(path.resolve()) if is_model_path else str(source)
     return from_mapping({"model": model}, f'model "{source}"', settings)
@@ -51,11 +49,11 @@ def load(path: Path, settings: Sequence[str] = ()) -> Deployment:
     """The deployment in a YAML file, with `key=value` settings applied over it.  Raises SpecError with all problems."""
     try:
         text = path.read_text("utf-8")
-    except OSError as exc:
-        problem = Problem("", f"could not read it: {exc.strerror}", "check the path")
+    except (OSError, UnicodeDecodeError) as exc:
+        problem = Problem("", "it is not UTF-8 text")
+        if isinstance(exc, OSError):
+            problem = Problem("", f"could not read it: {exc.strerror}", "check the path")
         raise SpecError(f'file "{path}"', [problem]) from exc
-    except UnicodeDecodeError as exc:
-        raise SpecError(f'file "{path}"', [Problem("", "it is not UTF-8 text")]) from exc
     return parse(text, source=f'file "{path}"', settings=settings)
 
 
@@ -74,26 +72,22 @@ def parse(text: str, source: str = "the file", settings: Sequence[str] = ()) -> 
 
 def _repeated_keys(node: Any, path: str) -> Iterator[str]:
     """Paths of keys that stand twice in one mapping; YAML itself takes the last."""
-    if not isinstance(getattr(node, "value", None), list):
-        return
     seen: set[str] = set()
-    for item in node.value:
-        if not isinstance(item, tuple):
-            yield from _repeated_keys(item, path)
-            continue
-        key, value = item
-        where = _join(path, key.value)
-        if str(key.value) in seen:
+    for item in node.value if isinstance(getattr(node, "value", None), list) else ():
+        key, value = item if isinstance(item, tuple) else (None, item)
+        where = _join(path, key.value) if key else path
+        if key and where in seen:
             yield where
-        seen.add(str(key.value))
+        seen.add(where)
         yield from _repeated_keys(value, where)
 
 
 def from_mapping(raw: object, source: str = "the settings", settings: Sequence[str] = ()) -> Deployment:
     """The deployment in plain data (what YAML gives).  Raises SpecError with all problems."""
     if not isinstance(raw, Mapping):
-        expected = f"expected key: value lines, got {_kind(raw)}"
-        raise SpecError(source, [Problem("", expected, "try: model: penstock-demo")])
+        raise SpecError(
+            source, [Problem("", f"expected key: value lines, got {_kind(raw)}", f"try: model: {DEMO_MODEL}")]
+        )
     merged, problems = _apply_settings(raw, settings)
     # "engine:" with nothing under it is as if absent.
     merged = {key: value for key, value in merged.items() if value is not None or key == "model"}
@@ -107,20 +101,14 @@ def from_mapping(raw: object, source: str = "the settings", settings: Sequence[s
         raise SpecError(source, unprintable)  # what else is wrong could not be shown
     if isinstance(merged.get("engine"), Mapping):
         merged["engine"] = _as_text(merged["engine"])
-    told = [problem.path for problem in foreign]
-    typed = _problems(merged, Deployment, "")
-    # A list that holds a date is told once, by the date.
-    problems += [
-        *foreign,
-        *(
-            each
-            for each in typed
-            if not (each.message.startswith("expected") and any(_is_in(path, each.path) for path in told))
-        ),
-    ]
+    problems += foreign
+    for problem in _problems(merged, Deployment, ""):
+        # A list that holds a date is reported once, by the date.
+        is_known = any(re.match(re.escape(problem.path) + r"(\Z|[.\[])", each.path) for each in foreign)
+        if not (is_known and problem.message.startswith("expected")):
+            problems.append(problem)
     bad = {re.split(r"[.\[]", problem.path)[0] for problem in problems}
-    if "target" in bad:
-        bad |= set(TARGETS)  # their blocks cannot be judged
+    bad |= set(TARGETS) if "target" in bad else set()  # their blocks cannot be judged
     sound = {key: value for key, value in merged.items() if key not in bad}
     deployment = msgspec.convert({"model": DEMO_MODEL} | sound, Deployment)
     if not deployment.name:
@@ -128,14 +116,15 @@ def from_mapping(raw: object, source: str = "the settings", settings: Sequence[s
     if deployment.target in SHARED and (sound.get("gateway") or {}).get("auth") is None:
         gateway = msgspec.structs.replace(deployment.gateway, auth="keys")
         deployment = msgspec.structs.replace(deployment, gateway=gateway)
-    problems += _rules(deployment)
+    secret = {problem.path: problem for problem in secret_problems(deployment)}  # others of that path may show it
+    problems += [*secret.values(), *(problem for problem in _rules(deployment) if problem.path not in secret)]
     if problems:
         raise SpecError(source, problems)
     return deployment
 
 
 _NOT_UTF8 = "is not UTF-8 text"
-_LARGEST = 2**63 - 1  # what JSON readers and msgspec can hold
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def _foreign(value: Any, path: str) -> Iterator[Problem]:
@@ -143,49 +132,40 @@ def _foreign(value: Any, path: str) -> Iterator[Problem]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             where = _join(path, key)
-            yield from _foreign(item, where) if _is_utf8(key) else [Problem(ascii(where), _NOT_UTF8)]
+            yield from [Problem(ascii(where), _NOT_UTF8)] if _SURROGATE.search(key) else _foreign(item, where)
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from _foreign(item, f"{path}[{index}]")
     elif isinstance(value, float) and not math.isfinite(value):
         yield Problem(path, f"{value} is not a finite number")
-    elif isinstance(value, int) and abs(value) > _LARGEST:
+    elif isinstance(value, int) and abs(value) >= 2**63:  # more than JSON readers and msgspec hold
         yield Problem(path, "has more than 64 bits", "in quotes it is text")
-    elif isinstance(value, str) and not _is_utf8(value):
+    elif isinstance(value, str) and _SURROGATE.search(value):
         yield Problem(path, _NOT_UTF8)
     elif isinstance(value, datetime.date):
         yield Problem(path, f"{value} is a date in YAML", f'in quotes it is text: "{value}"')
     elif value is not None and not isinstance(value, str | int | float):
-        yield Problem(path, f"cannot be {_FOREIGN.get(type(value), type(value).__name__)}", "give text or a list")
+        kind = {"bytes": "binary data", "set": "a set"}.get(type(value).__name__, type(value).__name__)
+        yield Problem(path, f"cannot be {kind}", "give text or a list")
 
 
-_FOREIGN: dict[type, str] = {bytes: "binary data", set: "a set"}
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _is_in(path: str, whole: str) -> bool:
-    return path == whole or path.startswith((f"{whole}.", f"{whole}["))
+def _scalar_as_text(value: Any) -> Any:
+    """A variable with numbers as text (true is 1)."""
+    if isinstance(value, Mapping):
+        return {key: item if key == "secret" else _scalar_as_text(item) for key, item in value.items()}
+    return str(int(value) if isinstance(value, bool) else value) if isinstance(value, int | float) else value
 
 
 def _as_text(engine: Mapping[str, Any]) -> dict[str, Any]:
     """`engine` with numbers of `env` as text (true is 1), and mappings of `args` as JSON."""
-    env, args = engine.get("env"), engine.get("args")
-    if isinstance(env, Mapping):
-        scalars = {key: int(value) if isinstance(value, bool) else value for key, value in env.items()}
-        env = {key: str(value) if isinstance(value, int | float) else value for key, value in scalars.items()}
-    if isinstance(args, Mapping):
+    texts = dict(engine)
+    if isinstance(env := engine.get("env"), Mapping):
+        texts["env"] = {key: _scalar_as_text(value) for key, value in env.items()}
+    if isinstance(args := engine.get("args"), Mapping):
         # Dates and the like are told of elsewhere, as fields of the file.
-        args = {
-            key: json.dumps(value, default=str) if isinstance(value, Mapping) else value for key, value in args.items()
-        }
-    return {**engine, **{name: value for name, value in (("env", env), ("args", args)) if value is not None}}
+        plain = {key: json.dumps(value, default=str) for key, value in args.items() if isinstance(value, Mapping)}
+        texts["args"] = {**args, **plain}
+    return texts
 
 
 def to_yaml(deployment: Deployment) -> str:
@@ -201,11 +181,8 @@ def differences(before: Deployment, after: Deployment) -> list[str]:
     sides = [msgspec.to_builtins(side) for side in (before, after)]
     old, new = (dict(_leaves(side, "")) for side in sides)
     was, now = (dict(_leaves(without_secrets(side), "")) for side in sides)
-    return [
-        f"{path}: {_shown(was.get(path))} -> {_shown(now.get(path))}"
-        for path in [*old, *(path for path in new if path not in old)]
-        if old.get(path) != new.get(path)
-    ]
+    changed = [path for path in old | new if old.get(path) != new.get(path)]
+    return [f"{path}: {_shown(was.get(path))} -> {_shown(now.get(path))}" for path in changed]
 
 
 def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
@@ -221,14 +198,13 @@ def _shown(value: object) -> str:
 
 
 def _without_absent(plain: Any, block: object) -> Any:
-    """`plain`: what msgspec makes of `block`."""
+    """`plain`: what msgspec makes of `block`. In mappings of the user's own words a bare `key:` has a meaning."""
     if not isinstance(plain, dict) or not isinstance(block, msgspec.Struct):
         return plain
     fields = {field.encode_name: field for field in msgspec.structs.fields(block)}
     kept = {}
     for key, item in plain.items():
-        # What is inside a block of the user's own words is kept as it is: there a bare `key:` has a meaning.
-        item = item if key in _FREE else _without_absent(item, getattr(block, fields[key].name))
+        item = _without_absent(item, getattr(block, fields[key].name))
         has_meaning = item is None and fields[key].default not in (None, msgspec.NODEFAULT)
         if has_meaning or item not in (None, {}, ()):
             kept[key] = item
@@ -253,10 +229,7 @@ def _apply_settings(raw: Mapping[Any, Any], settings: Sequence[str]) -> tuple[di
         *parents, last = path.split(".")
         for parent in parents:
             child = where.get(parent)
-            if not isinstance(child, dict):
-                child = {}
-            where[parent] = child
-            where = child
+            where[parent] = where = child if isinstance(child, dict) else {}
         where[last] = value
     return merged, problems
 
@@ -278,41 +251,32 @@ def _problems(value: Mapping[str, Any], struct: type[msgspec.Struct], path: str)
             close = nearest(str(key), hints)
             hint = f'did you mean "{close}"?' if close else f"legal: {', '.join(hints)}"
             yield Problem(_join(path, key), "unknown key", hint)
-    required = [field.name for field in msgspec.structs.fields(struct) if field.required]
-    for name in required:
-        if value.get(name) is None:
-            example = f"example: {name}: {DEMO_MODEL}" if name == "model" else None
-            yield Problem(_join(path, name), "is missing", example)
+    required = {field.name for field in msgspec.structs.fields(struct) if field.required}
     for key, kind in hints.items():
-        if key in value and not (key in required and value[key] is None):
+        if key in required and value.get(key) is None:
+            example = f"example: {key}: {DEMO_MODEL}" if key == "model" else None
+            yield Problem(_join(path, key), "is missing", example)
+        elif key in value:
             yield from _field_problems(value[key], kind, _join(path, key))
 
 
 def _field_problems(value: Any, hint: Any, path: str) -> Iterator[Problem]:
-    struct = _struct_in(hint)
-    is_list = typing.get_origin(hint) is tuple
-    if struct is not None and not is_list and isinstance(value, Mapping):
+    struct, origin, kinds = _struct_in(hint), typing.get_origin(hint), typing.get_args(hint)
+    kind = struct or kinds[0] if origin is tuple else None
+    if struct is not None and origin is not tuple and isinstance(value, Mapping):
         yield from _problems(value, struct, path)
-        return
-    if struct is not None and is_list and isinstance(value, list):
+    elif isinstance(value, list) and kind is not None and (struct or typing.get_origin(kind) is Literal):
         for index, item in enumerate(value):
-            yield from _field_problems(item, struct, f"{path}[{index}]")
-        return
-    items = typing.get_args(hint)[:1] if typing.get_origin(hint) is tuple else ()
-    if isinstance(value, list) and items and typing.get_origin(items[0]) is Literal:
-        for index, item in enumerate(value):
-            yield from _field_problems(item, items[0], f"{path}[{index}]")
-        return
-    if typing.get_origin(hint) is dict and isinstance(value, Mapping):
+            yield from _field_problems(item, kind, f"{path}[{index}]")
+    elif isinstance(value, Mapping) and origin is dict:
         for key, item in value.items():
-            yield from _field_problems(item, typing.get_args(hint)[1], _join(path, key))
-        return
-    try:
-        msgspec.convert(value, hint)
-    except msgspec.ValidationError:
-        also = "a whole number or " if path == "replicas" else ""
-        how = _choice_hint(value, hint) or _number_hint(value, hint)
-        yield Problem(path, f"expected {also}{_expected(hint)}, got {_kind(value)}", how)
+            yield from _field_problems(item, kinds[1], _join(path, key))
+    else:
+        try:
+            msgspec.convert(value, hint)
+        except msgspec.ValidationError:
+            also = "a whole number or " if path == "replicas" else ""
+            yield Problem(path, f"expected {also}{_expected(hint)}, got {_kind(value)}", _how(value, hint))
 
 
 def _struct_in(hint: Any) -> type[msgspec.Struct] | None:
@@ -338,28 +302,20 @@ def _expected(hint: Any) -> str:
     return str(hint)
 
 
-def _choice_hint(value: Any, hint: Any) -> str | None:
-    close = nearest(value, [str(choice) for choice in _choices(hint)]) if isinstance(value, str) else None
-    return f'did you mean "{close}"?' if close else None
-
-
 # What YAML 1.1 reads as text, since its floats have a point and the exponent a sign.
 _EXPONENT = re.compile(r"([-+]?[0-9]+)(\.[0-9]*)?[eE]([-+]?)([0-9]+)\Z")
 
 
-def _number_hint(value: Any, hint: Any) -> str | None:
-    match = _EXPONENT.match(value) if isinstance(value, str) and float in (hint, *typing.get_args(hint)) else None
-    if match is None:
+def _how(value: Any, hint: Any) -> str | None:
+    if not isinstance(value, str):
         return None
-    whole, fraction, sign, exponent = match.groups()
-    return f"in YAML a number has a point and a sign: {whole}{fraction or '.0'}e{sign or '+'}{exponent}"
-
-
-def _choices(hint: Any) -> Iterable[object]:
-    if typing.get_origin(hint) is Literal:
-        yield from typing.get_args(hint)
-    for option in typing.get_args(hint):
-        yield from _choices(option)
+    kinds = (hint, *typing.get_args(hint))
+    choices = [kind for kind in kinds if typing.get_origin(kind) is Literal]
+    if close := nearest(value, [str(choice) for kind in choices for choice in typing.get_args(kind)]):
+        return f'did you mean "{close}"?'
+    match = _EXPONENT.match(value) if float in kinds else None
+    how = "in YAML a number has a point and a sign: "
+    return match and f"{how}{match[1]}{match[2] or '.0'}e{match[3] or '+'}{match[4]}"
 
 
 def _kind(value: object) -> str:
@@ -376,89 +332,54 @@ def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-_DEVICE_VARIABLES = frozenset(f"{maker}_VISIBLE_DEVICES" for maker in ("CUDA", "NVIDIA", "ROCR", "HIP"))
-_DEVICE_VARIABLES |= {"GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK"}
-_CHOOSE_GPUS = (
-    "remove it; hardware.gpus_per_node sets how many GPUs a node gives, and on this machine `penstock up` uses only "
-    "those in its own CUDA_VISIBLE_DEVICES"
-)
+_DEVICE_VARIABLES = re.compile(r"(CUDA|NVIDIA|ROCR|HIP)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK")
+_CHOOSE_GPUS = "remove it; on this machine `penstock up` uses those in CUDA_VISIBLE_DEVICES"
 _ENGINE_URL = re.compile(r"(http://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?|unix:/.+)\Z")
-_FREE = (
-    *("args", "env", "runtime_env", "node_selector", "tolerations", "labels", "annotations", "patch"),
-    *("secrets", "mounts", "imports", "exports"),
-)
-
-
-# Lower bounds (inclusive) by path; checked after the types.
-# https://prometheus.io/docs/prometheus/latest/storage/#operational-aspects
-_RETENTION = re.compile(r"([0-9]{1,9}(ms|[smhdwy]))+\Z")
-_RETENTION_SIZE = re.compile(r"[0-9]{1,9}([KMGTPE]?B)\Z")
-_PATH = re.compile(r"/?([A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*)?/?\Z")
-_HTTP_URL = re.compile(r"https?://[^\s@/]+(/\S*)?\Z")
-_AT_LEAST: dict[str, float] = {
-    "hardware.nodes": 1,
-    "hardware.gpus_per_node": 0,
-    "parallel.tensor": 1,
-    "parallel.pipeline": 1,
-    "parallel.data": 1,
-    "engine.max_model_len": 1,
-    "engine.start_timeout_s": 1,
-    "engine.join_timeout_s": 1,
-    "engine.stall_s": 1,
-    "engine.drain_s": 0,
-    "engine.sleep.after_s": 1,
-    "workload.input_tokens": 1,
-    "workload.output_tokens": 1,
-    "workload.concurrency": 1,
-    "replicas.min": 0,
-    "replicas.max": 1,
-    "replicas.idle_s": 0,
-    "gateway.port": 0,
-    "gateway.ledger_days": 1,
-    "gateway.price.input": 0,
-    "gateway.price.output": 0,
-    "gateway.price.cached": 0,
-    "gateway.hold_s": 0,
-    "gateway.drain_s": 0,
-    "hardware.price_per_gpu_hour": 0,
-    "workload.ttft_ms": 0,
-    "workload.tpot_ms": 0,
-    "observe.port": 0,
-    "ui.port": 0,
+# Texts by path, what is said of others, and an example.
+_PATTERNS = {
+    "engine.load": (r"[a-z0-9_]+", "is not a load format", "runai_streamer"),
+    # https://prometheus.io/docs/prometheus/latest/storage/#operational-aspects
+    "observe.retention": (r"([0-9]{1,9}(ms|[smhdwy]))+", "is no time of Prometheus", "15d"),
+    "observe.retention_size": (r"[0-9]{1,9}([KMGTPE]?B)", "is no size of Prometheus", "1GB"),
+    "observe.remote_write.url": (
+        r"https?://[^\s@/]+(/\S*)?",
+        "is no URL without a login",
+        "https://metrics.example/api",
+    ),
+    "ui.root_path": (r"/?([A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*)?/?", "is no path", "/chat"),
 }
-
-
-def _is_network(text: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_network(text, strict=False))
-    return False
+# Lower bounds (inclusive) by path; checked after the types.
+_AT_LEAST = {
+    0: r"hardware\.(gpus_per_node|price_per_gpu_hour)|engine\.drain_s|replicas\.(min|idle_s)|workload\.(ttft|tpot)_ms"
+    r"|gateway\.(hold_s|drain_s|price\.(input|output|cached))|(gateway|observe|ui)\.port",
+    1: r"hardware\.nodes|parallel\.(tensor|pipeline|data)|workload\.(input_tokens|output_tokens|concurrency)"
+    r"|engine\.(max_model_len|start_timeout_s|join_timeout_s|stall_s|sleep\.after_s)|replicas\.max|gateway\.ledger_days",
+}
 
 
 def _rules(deployment: Deployment) -> Iterator[Problem]:
     if not is_legal_name(deployment.name):
-        yield Problem(
-            "name",
-            f'"{deployment.name}" is not a legal name',
-            "lower-case letters, digits and dashes, at most 40, letter or digit at both ends",
-        )
+        hint = "lower-case letters, digits and dashes, at most 40, letter or digit at both ends"
+        yield Problem("name", f'"{deployment.name}" is not a legal name', hint)
     if not deployment.model.strip():
         yield Problem("model", "is empty", f"example: model: {DEMO_MODEL}")
-    values = dict(_leaves(msgspec.to_builtins(deployment), ""))
-    for path, bound in _AT_LEAST.items():
-        value = values.get(path)
-        if isinstance(value, int | float) and value < bound:
-            yield Problem(path, f"{value} is below {bound:g}")
+    for path, value in _leaves(msgspec.to_builtins(deployment), ""):
+        bound = next((bound for bound, paths in _AT_LEAST.items() if re.fullmatch(paths, path)), None)
+        if bound is not None and isinstance(value, int | float) and value < bound:
+            yield Problem(path, f"{value} is below {bound}")
         elif path.endswith(".port") and isinstance(value, int) and value > 65535:
             yield Problem(path, f"{value} is above 65535")
+        elif isinstance(value, str) and path in _PATTERNS and not re.fullmatch(_PATTERNS[path][0], value):
+            yield Problem(path, f'"{value}" {_PATTERNS[path][1]}', f"example: {_PATTERNS[path][2]}")
     if not 0 < deployment.engine.gpu_memory_utilization <= 1:
         yield Problem("engine.gpu_memory_utilization", f"{deployment.engine.gpu_memory_utilization} is not in (0, 1]")
     if deployment.hardware.price_file is not None and deployment.hardware.price_per_gpu_hour is not None:
         yield Problem("hardware.price_file", "is given next to hardware.price_per_gpu_hour", "keep one of them")
-    if deployment.hardware.subnet is not None and not _is_network(deployment.hardware.subnet):
+    try:
+        ipaddress.ip_network(deployment.hardware.subnet or "::", strict=False)
+    except ValueError:
         yield Problem("hardware.network", f'"{deployment.hardware.subnet}" is not a network', "example: 10.9.0.0/16")
     yield from replicas_rules(deployment.replicas)
-    if not re.fullmatch(r"[a-z0-9_]+", deployment.engine.load):
-        yield Problem("engine.load", f'"{deployment.engine.load}" is not a load format', "example: runai_streamer")
     if deployment.engine.load != "auto" and any(bare_flag(key) == "load-format" for key in deployment.engine.args):
         yield Problem("engine.load", "is given next to engine.args.load-format", "keep one of them")
     opened = [route for route in deployment.gateway.engine_routes if not route.startswith("/v1/")]
@@ -468,24 +389,19 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
     for name in deployment.engine.env:
         if not name or "=" in name or "\0" in name:
             yield Problem("engine.env", f'"{name}" is not a name of an environment variable')
-        elif name in _DEVICE_VARIABLES:
+        elif _DEVICE_VARIABLES.fullmatch(name):
             yield Problem(f"engine.env.{name}", "overrides the GPUs that each replica is given", _CHOOSE_GPUS)
     if deployment.gateway.auth == "none" and not is_loopback(deployment.gateway.host):
-        yield Problem(
-            "gateway.auth",
-            f'"none" on host {deployment.gateway.host}',
-            "set gateway.auth: keys, or host: 127.0.0.1",
-        )
-    if _has_password(deployment.gateway.store):
-        yield Problem("gateway.store", "has a password in it", "put it into ~/.pgpass or PGPASSWORD")
+        hint = "set gateway.auth: keys, or host: 127.0.0.1"
+        yield Problem("gateway.auth", f'"none" on host {deployment.gateway.host}', hint)
     if deployment.gateway.on == "job" and deployment.gateway.auth == "none":
-        yield Problem(
-            "gateway.auth", '"none" with on: job, where others reach it', "set gateway.auth: keys, or on: login"
-        )
-    yield from _observe_rules(deployment.observe)
+        hint = "set gateway.auth: keys, or on: login"
+        yield Problem("gateway.auth", '"none" with on: job, where others reach it', hint)
+    for field in ("grafana", "prometheus_binary", "remote_write"):
+        if getattr(deployment.observe, field) not in (None, False) and not deployment.observe.prometheus:
+            yield Problem(f"observe.{field}", "given, but Prometheus is off", "set observe.prometheus: true")
     yield from _page_rules(deployment)
-    needs_key = deployment.gateway.auth == "keys"
-    for problem in setting_problems(deployment.gateway, needs_key):
+    for problem in setting_problems(deployment.gateway, needs_key=deployment.gateway.auth == "keys"):
         yield Problem(f"gateway.{problem.path}", problem.message, problem.hint)
     for index, upstream in enumerate(deployment.gateway.upstreams):
         path = f"gateway.upstreams[{index}]"
@@ -500,28 +416,11 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
             yield Problem(kind, f"block given, but target is {deployment.target}", f"set target: {kind}, or remove it")
 
 
-def _observe_rules(observe: Observe) -> Iterator[Problem]:
-    if not _RETENTION.match(observe.retention):
-        yield Problem("observe.retention", f'"{observe.retention}" is no time of Prometheus', "example: 15d")
-    if not _RETENTION_SIZE.match(observe.retention_size):
-        yield Problem("observe.retention_size", f'"{observe.retention_size}" is no size of Prometheus', "example: 1GB")
-    if observe.remote_write is not None and not _HTTP_URL.match(observe.remote_write.url):
-        yield Problem(
-            "observe.remote_write.url",
-            f'"{observe.remote_write.url}" is no URL without a password',
-            "example: https://metrics.example.org/api/v1/write; put the token into token_file",
-        )
-    for field in ("grafana", "prometheus_binary", "remote_write"):
-        if getattr(observe, field) not in (None, False) and not observe.prometheus:
-            yield Problem(f"observe.{field}", "given, but Prometheus is off", "set observe.prometheus: true")
-
-
 def _page_rules(deployment: Deployment) -> Iterator[Problem]:
     page, gateway = deployment.chat_page, deployment.gateway
     if page is None:
         return
-    is_same_machine = gateway.on == "login" and deployment.kubernetes is None
-    if is_same_machine and page.port == gateway.port != 0:
+    if gateway.on == "login" and deployment.kubernetes is None and page.port == gateway.port != 0:
         yield Problem("ui.port", f"{page.port} is the gateway's port", "choose another, such as 7860")
     if not page.host.strip():
         yield Problem("ui.host", "is empty", "example: 127.0.0.1")
@@ -530,14 +429,3 @@ def _page_rules(deployment: Deployment) -> Iterator[Problem]:
         yield Problem("ui.login", f'"none" on host {page.host}', hint)
     if page.login == "keys" and gateway.auth == "none":
         yield Problem("ui.login", '"keys", but the gateway has none', "set gateway.auth: keys")
-    if page.root_path is not None and not _PATH.match(page.root_path):
-        yield Problem("ui.root_path", f'"{page.root_path}" is no path', "example: /chat")
-
-
-def _has_password(store: str | None) -> bool:
-    if store is None or "://" not in store:
-        return False
-    try:
-        return urlsplit(store).password is not None or "password=" in store
-    except ValueError:
-        return False

@@ -69,18 +69,11 @@ def scheduled_min(schedule: Sequence[ScheduledMin], begin: float, end: float) ->
 
 def _holds(floor: ScheduledMin, moment: float) -> bool:
     first, last = _minutes(floor.hours) or (0, _MINUTES_A_DAY)
-    try:
-        local = datetime.datetime.fromtimestamp(moment, zoneinfo.ZoneInfo(floor.time_zone))
-    except (ValueError, OverflowError, OSError):
-        return False
-    minute, today = local.hour * 60 + local.minute, local.weekday()
-    if first < last:
-        return first <= minute < last and _is_day(floor, today)
-    return (minute >= first and _is_day(floor, today)) or (minute < last and _is_day(floor, (today - 1) % 7))
-
-
-def _is_day(floor: ScheduledMin, weekday: int) -> bool:
-    return not floor.days or _DAYS[weekday] in floor.days
+    local = datetime.datetime.fromtimestamp(moment, zoneinfo.ZoneInfo(floor.time_zone))
+    minute = local.hour * 60 + local.minute
+    is_past_midnight = minute < last <= first
+    is_within = first <= minute < last if first < last else minute >= first or is_past_midnight
+    return is_within and (not floor.days or _DAYS[(local.weekday() - is_past_midnight) % 7] in floor.days)
 
 
 def _minutes(hours: str) -> tuple[int, int] | None:

@@ -69,12 +69,14 @@ class Launch(NamedTuple):
         """Write the file and the plan next to the results, without secrets: results are shared."""
         import msgspec
 
-        from penstock.spec import reading, secret_names
+        from penstock.spec import reading, secret_values
 
         if self.deployment is not None and self.plan is not None:
-            (folder / "spec.yaml").write_text(reading.to_yaml(secret_names.hide_secrets(self.deployment)), "utf-8")
-            plan = msgspec.json.format(msgspec.json.encode(secret_names.hide_secrets(self.plan)), indent=2)
-            (folder / "plan.json").write_bytes(plan)
+            both = (self.deployment, self.plan)
+            spec, plan = (secret_values.without_secrets(msgspec.to_builtins(each)) for each in both)
+            shown = reading.to_yaml(msgspec.convert(spec, type(self.deployment)))
+            (folder / "spec.yaml").write_text(shown, "utf-8")
+            (folder / "plan.json").write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2))
 
 
 def behind(url: str, name: str | None = None) -> Launch:

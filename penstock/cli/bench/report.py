@@ -66,11 +66,9 @@ def _report(options: argparse.Namespace) -> int:
     calibration = calibrated(options, runs) if options.calibrate else None
     plan = _json_object(options.plan) if options.plan else None
     first = options.runs[0].parent if options.runs[0].suffix == ".json" else options.runs[0]
-    written = [options.out or first / "report.html"]
-    write(written[0], html.page(runs, plan))
-    if calibration is not None:
-        write(options.calibrate, calibration)
-        written.append(options.calibrate)
+    written = [options.out or first / "report.html", *([options.calibrate] if calibration is not None else [])]
+    for path, content in zip(written, (html.page(runs, plan), calibration), strict=False):
+        write(path, content or "")
     if options.json:
         print_json({"written": [str(path) for path in written]})
     else:

@@ -80,7 +80,7 @@ def examine(deployment: Deployment, is_quick: bool = False, on_step: OnStep | No
     if "measures" in target.capabilities and not is_quick:
         findings += _place(target, deployment, own, model, say)
     findings += _judge(target, nodes, deployment, model)
-    findings += node_findings.of_environment(deployment.engine.env, "engine.env")
+    findings += node_findings.of_environment(deployment.engine.variables, "engine.env")
     with ThreadPoolExecutor(1) as pool:
         planned = pool.submit(_plan, deployment, model)
         route, reach_findings = _reach(target, deployment, nodes, say)

@@ -45,7 +45,7 @@ def of_reach(
     `times[i][j]`: seconds by address of rank j, as rank i reached them.
     """
     wanted = next(
-        (deployment.engine.env[name] for name in INTERFACE_VARIABLES if deployment.engine.env.get(name)),
+        (deployment.engine.variables[name] for name in INTERFACE_VARIABLES if deployment.engine.env.get(name)),
         deployment.hardware.subnet,
     )
     options: list[list[Interface]] = []

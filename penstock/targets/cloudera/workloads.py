@@ -197,7 +197,7 @@ def instance(template: str, replica: str, rank: int) -> dict[str, Any]:
 def script(deployment: Deployment, plan: Plan) -> str:
     """The text of the script that every pod runs: the shipped one, below what it must know."""
     block, code = block_of(deployment), code_of(deployment)
-    env = {name: value for name, value in deployment.engine.env.items() if name.startswith("PIP_")}
+    env = {name: value for name, value in deployment.engine.variables.items() if name.startswith("PIP_")}
     requirements = _requirements(deployment, plan)
     digest = hashlib.sha256(f"{block.runtime}{requirements}".encode()).hexdigest()[:10]
     facts = {

@@ -14,7 +14,6 @@ import msgspec
 from penstock.errors import Problem, UserError
 from penstock.hardware import Machine
 from penstock.spec.deployment import Deployment, Observe, Ui
-from penstock.spec.secret_names import secret_names
 from penstock.targets import machines_of_file
 from penstock.targets.kubernetes import capacity, gpus, objects, rights, scaling, traffic, weights
 from penstock.targets.kubernetes.api import Api, ApiError
@@ -128,9 +127,6 @@ def _block_problems(deployment: Deployment) -> Iterator[Problem]:
 
 def _own_problems(deployment: Deployment) -> Iterator[Problem]:
     """Fields outside the block that a cluster takes otherwise than a machine does."""
-    for name in secret_names(deployment.engine.env):
-        hint = "put it into a Secret, and name that with secretKeyRef in kubernetes.patch"
-        yield Problem(f"engine.env.{name}", "looks like a secret, and everyone who reads the pods would see it", hint)
     if deployment.engine.executor == "ray" and block_of(deployment).image is None:
         hint = "remove it, or set kubernetes.image to one with Ray"
         yield Problem("engine.executor", '"ray", but the engine\'s image has no Ray', hint)

@@ -181,7 +181,9 @@ def _template(launch: Launch, deployment: Deployment, storage: Storage, revision
         labels={REPLICA: NUMBER, REVISION: revision_name},
         annotations=storage.annotations,
         env=(
-            *pods.plain_env({name: text for name, text in deployment.engine.env.items() if name not in _OF_THE_NODE}),
+            *pods.plain_env(
+                {name: text for name, text in deployment.engine.variables.items() if name not in _OF_THE_NODE}
+            ),
             *storage.env,
             *([pods.secret_env("HF_TOKEN", token, "token")] if token else []),
         ),

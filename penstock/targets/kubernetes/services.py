@@ -293,7 +293,7 @@ def _page_template(deployment: Deployment, plan: Plan) -> Object:
 
 def _packages(deployment: Deployment, plan: Plan) -> Object:
     """Installs Gradio next to the image's packages: few images have it."""
-    given = {name: value for name, value in deployment.engine.env.items() if _PIP_VARIABLES.fullmatch(name)}
+    given = {name: value for name, value in deployment.engine.variables.items() if _PIP_VARIABLES.fullmatch(name)}
     words, needs = ("-m", "penstock.targets.kubernetes.packages", _PACKAGES), {"cpu": "500m", "memory": "512Mi"}
     return pods.init_container("packages", _image(deployment, plan), words, needs, pods.plain_env(given), ())
 

@@ -328,7 +328,7 @@ def _program(plan: Plan) -> tuple[str, ...]:
 
 def _fetch_env(deployment: Deployment) -> tuple[Object, ...]:
     """The hub's variables and proxies of the file (a mirror: HF_ENDPOINT), and the token by reference."""
-    given = {name: value for name, value in deployment.engine.env.items() if _FETCH_VARIABLES.match(name)}
+    given = {name: value for name, value in deployment.engine.variables.items() if _FETCH_VARIABLES.match(name)}
     # Chunks of large files would be kept a second time, on the node's disk.
     own = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_XET_CHUNK_CACHE_SIZE_BYTES": "0", **given}
     secret = block_of(deployment).hub_token_secret

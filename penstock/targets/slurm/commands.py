@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import msgspec
 from penstock import processes
 from penstock.errors import PenstockError, Problem, UserError
 from penstock.spec.deployment import Deployment
+from penstock.spec.secret_values import secret_names
 from penstock.targets.slurm import queue, site
 from penstock.targets.slurm import script as slurm_script
 from penstock.targets.slurm.queue import Job
@@ -167,7 +167,6 @@ _KEPT = frozenset(
     )
 )
 _KEPT_PREFIXES = ("LC_", "HF_", "PENSTOCK_", "PYTHON", "CONDA_", "LMOD_", "CUDA_", "NCCL_", "GLOO_", "VLLM_")
-_SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _MARKS = (processes.MARK_RUN, processes.MARK_RUN_ID, processes.MARK_ROLE, processes.MARK_REPLICA)
 
 
@@ -180,7 +179,7 @@ def environment(variables: Collection[str] = ()) -> dict[str, str]:
 
 
 def _is_kept(name: str) -> bool:
-    is_public = name.startswith(_KEPT_PREFIXES) and not _SECRET.search(name) and name not in _MARKS
+    is_public = name.startswith(_KEPT_PREFIXES) and not secret_names([name]) and name not in _MARKS
     return name in _KEPT or is_public
 
 

@@ -9,7 +9,6 @@ from penstock.errors import PenstockError, Problem, UserError, nearest
 from penstock.hardware import Gpu, Machine, catalog, detect
 from penstock.planner.engine_versions import NEWEST
 from penstock.spec.deployment import Deployment
-from penstock.spec.secret_names import secret_names
 from penstock.targets.vessl import run_yaml
 from penstock.targets.vessl.api import Api, Preset
 from penstock.targets.vessl.run_yaml import block_of
@@ -65,9 +64,6 @@ def _block_problems(deployment: Deployment) -> Iterator[Problem]:
             )
         if name == SECRET_VARIABLE:
             yield Problem(f"vessl.secrets.{name}", "penstock makes that secret itself", "remove it")
-    for name in secret_names(deployment.engine.env):
-        message = "its value would be in clear text in the run"
-        yield Problem(f"engine.env.{name}", message, f"make a VESSL secret, then vessl.secrets: {{{name}: ITS_NAME}}")
 
 
 def _source_problems(deployment: Deployment) -> Iterator[Problem]:
