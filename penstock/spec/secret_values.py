@@ -34,7 +34,7 @@ _KEY = re.compile(
 # NAME=value and --name value: in scripts, options, queries of URLs and connection strings.
 _ASSIGNED = re.compile(r"(?:(?<![\w$-])(?:--)?([A-Za-z][\w.-]*)=|--([a-z][\w-]*)\s+)(?=[\"']?([^\s\"'&,;]+))")
 _HARMLESS = re.compile(
-    r"(?is)(?:|true|false|yes|no|on|off|none|null|auto|default|[\d.]{1,4}|(?:\.\.?|~)?/.*|\$[\w({].*|[<\[{].*)\Z"
+    r"(?is)(?:|[*]+|true|false|yes|no|on|off|none|null|auto|default|[\d.]{1,4}|(?:\.\.?|~)?/.*|\$[\w({].*|[<\[{].*)\Z"
 )
 # UUIDs, digests and commits are no secrets.
 _HEX = re.compile(r"(?i)[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<![a-z0-9])[0-9a-f]{16,}(?![a-z0-9])")
