@@ -579,7 +579,7 @@ class Launch(msgspec.Struct, frozen=True):
 
     `announce_urls`: the gateway's admin address as a node may reach it; the first that answers is used.
     `announce_file`: where a placed gateway, which can move, writes that address (GatewayAddress); nodes read it again.
-    `listen`: whether the engine listens on loopback, or with a key on the address that the gateway reaches.
+    `listen`: whether the engine listens on loopback, or on the address that the gateway reaches.
     `cache`: as in the file. `is_spread`: other machines may bring the same model.
     """
 
@@ -592,8 +592,3 @@ class Launch(msgspec.Struct, frozen=True):
     announce_file: str | None = None
     cache: Cache = Cache()
     is_spread: bool = False
-
-    @property
-    def engines_need_key(self) -> bool:
-        """Those that others reach, and those that sleep: the routes for it run any method of the engine."""
-        return self.listen == "network" or self.plan.sleep is not None

@@ -61,6 +61,7 @@ class Rig:
             "admin_token_file": str(token),
             "models": [{"name": plan.served_names[0]}],
             "auth": "none",
+            "engines_need_key": True,
         }
         (folder / "gateway.json").write_text(json.dumps(settings))
         # The first address does not answer: a node takes the next one.

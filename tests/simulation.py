@@ -241,7 +241,7 @@ class Life:
 
         def start(_: object) -> Any:
             here = SimNodeProcesses(self, args)
-            here.start_engine()
+            here.start_engine("127.0.0.1", "key")
             return here
 
         board = BoardClient(admin, args.replica, args.rank, lambda: member.leave(), world=process.world)

@@ -70,7 +70,8 @@ class SimNodeProcesses:
     def use(self, *_: object) -> None:
         pass
 
-    def start_engine(self, *_: object) -> str:
+    def start_engine(self, host: str, key: str | None, *_: object) -> str:
+        assert (host, key) == ("127.0.0.1", "key"), "every engine asks for the key, also on loopback"
         engine = self._life.start_engine(self._args.replica, self._args.rank)
         self.engine = _EngineHandle(engine.process)
         return f"http://127.0.0.1:{engine.port}"

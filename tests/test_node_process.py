@@ -15,7 +15,8 @@ from waiting import end
 from penstock import processes
 from penstock.models import manifest
 from penstock.spec.deployment import Parallel, Sleep
-from penstock.wire.answers import Reply
+from penstock.wire.answers import HttpError, Reply
+from penstock.wire.client import Client
 
 pytestmark = pytest.mark.processes
 
@@ -44,6 +45,10 @@ def test_a_node_that_is_ordered_to_leave_drains_and_exits_as_on_sigterm(rig: Rig
     rig.until(lambda: not file.exists(), "a stale ready file is removed")
     rig.wait_state("ready")
     rig.until(file.exists, "the ready file")
+    row = rig.row()
+    assert row is not None and row.announcement.url is not None
+    with pytest.raises(HttpError, match="Unauthorized"):  # other users of the machine reach it too
+        Client(row.announcement.url).get_json("/v1/models")
     stream = rig.client.stream_chat([{"role": "user", "content": "hi"}], max_tokens=60)
     next(stream)
     assert leave(rig) == 1

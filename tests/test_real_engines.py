@@ -21,7 +21,7 @@ import openai
 import pytest
 import yaml
 from dashboard_queries import all_queries, queries
-from launching import Place, a_place, call, measured
+from launching import Place, a_place, call, measured, replica_of
 from loopback_server import running
 from prometheus_rig import Prometheus
 from trace_collector import TraceCollector
@@ -33,7 +33,8 @@ from penstock.engines.vllm.names import RUNNING
 from penstock.observe.boards.operations import OPERATIONS
 from penstock.run_folder import Run
 from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS, TEMPERATURE, DemoPrompt
-from penstock.wire.answers import Reply
+from penstock.wire.announcement import engine_key
+from penstock.wire.answers import HttpError, Reply
 from penstock.wire.client import Client
 from penstock.wire.model_list import ReplicaCount
 
@@ -128,6 +129,16 @@ def test_greedy_answers_are_the_reference_texts(live: Live) -> None:
         row.prompt: reply.text for row in DEMO_PROMPTS if (reply := ask(live.client, row, live.name)).text != row.text
     }
     assert not wrong
+
+
+def test_the_engine_itself_asks_for_its_key(live: Live) -> None:
+    announcement, body = replica_of(live.run).announcement, {"model": live.run.name, "prompt": "hi", "max_tokens": 1}
+    assert announcement is not None and announcement.url is not None
+    with pytest.raises(HttpError) as refused:
+        Client(announcement.url).post_json("/v1/completions", body)
+    assert refused.value.status == 401
+    key = engine_key(live.run.admin_token())
+    assert Client(announcement.url, key).post_json("/v1/completions", body)["choices"]
 
 
 def test_the_openai_client_works(live: Live) -> None:

@@ -55,7 +55,7 @@ def cpu_plan() -> Plan:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     plan = cpu_plan()
-    rig = Rig(tmp_path_factory.mktemp("rig"), plan, engines_need_key=True)
+    rig = Rig(tmp_path_factory.mktemp("rig"), plan)
     try:
         rig.node()
         url, key = rig.wait_state("ready").url, engine_key(TOKEN)

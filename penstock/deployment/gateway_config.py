@@ -21,7 +21,7 @@ class Addresses(msgspec.Struct, frozen=True):
     admin: str
 
 
-def make(run: Run, deployment: Deployment, plan: Plan, addresses: Addresses, engines_need_key: bool) -> GatewayConfig:
+def make(run: Run, deployment: Deployment, plan: Plan, addresses: Addresses) -> GatewayConfig:
     """The whole config. Files that the deployment names are those of this machine."""
     spec, names = deployment.gateway, plan.served_names
     settings = {field: getattr(spec, field) for field in GatewaySettings.__struct_fields__} | {
@@ -40,7 +40,7 @@ def make(run: Run, deployment: Deployment, plan: Plan, addresses: Addresses, eng
         admin_token_file=str(run.admin_token_file),
         models=(ServedModel(names[0], tuple(names[1:])),),
         auth=spec.auth,
-        engines_need_key=engines_need_key or plan.sleep is not None,
+        engines_need_key=True,
         prices={} if spec.price is None else {names[0]: spec.price},
         deployment=deployment.name,
         slo=Slo(deployment.workload.ttft_ms, deployment.workload.tpot_ms),

@@ -67,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write_gateway_config(run: Run, addresses: Addresses, store: str | None, tls: Path | None) -> None:
-    deployment, target = run.deployment(), targets.load(run.deployment().target)
-    config = gateway_config.make(run, deployment, run.plan(), addresses, target.listen == "network")
+    deployment = run.deployment()
+    config = gateway_config.make(run, deployment, run.plan(), addresses)
     if store is not None and deployment.gateway.store is None:
         config = msgspec.structs.replace(config, store=store)
     if tls is not None:

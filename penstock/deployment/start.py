@@ -241,7 +241,7 @@ def _gateway_config(prepared: Prepared, target: Target, ports: Sequence[int]) ->
         listen = f"{deployment.gateway.host}:{ports[0]}"
         admin = f"{'127.0.0.1' if target.listen == 'loopback' else '0.0.0.0'}:{ports[1]}"
     run, addresses = Run(paths.home() / "runs" / deployment.name), gateway_config.Addresses(listen, admin)
-    return gateway_config.make(run, deployment, prepared.plan, addresses, target.listen == "network")
+    return gateway_config.make(run, deployment, prepared.plan, addresses)
 
 
 def start_controller(run: Run, sockets: Sequence[socket.socket] = ()) -> None:

@@ -23,7 +23,7 @@ TABLE = {
     "llamacpp": "penstock.engines.llamacpp.engine:LlamaCpp",
     "fake": "penstock.engines.fake:Fake",
 }
-# In the environment of an engine that listens beyond loopback: every call must bring this key as a bearer token.
+# In the environment of an engine: every call must bring this key as a bearer token, also on loopback.
 KEY_VARIABLE = "PENSTOCK_ENGINE_KEY"
 
 
@@ -45,7 +45,7 @@ class Among(msgspec.Struct, frozen=True):
 
 class Place(msgspec.Struct, frozen=True):
     """What only the node knows: where to listen, a private folder (short path, removed afterwards), the Python.
-    `key`: every call must bring it, since `host` is not loopback. `env`: what the network between nodes needs.
+    `key`: every call must bring it; None where nothing calls. `env`: what the network between nodes needs.
     `cache`: a folder for what it compiles, kept for its next start."""
 
     host: str

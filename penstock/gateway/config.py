@@ -200,7 +200,7 @@ def upstream_keys(config: GatewayConfig) -> dict[Address, str]:
             if not key:
                 raise UserError(f"no key for upstream {upstream.url!r}: variable {upstream.key_env} is not set")
             keys[address] = key
-        key = keys.get(address, "")
+        key = keys.setdefault(address, "")  # never that of the deployment's engines
         if not (key.isascii() and key.isprintable()):
             raise UserError(f"the key of upstream {upstream.url!r} holds characters that no header may")
     return keys

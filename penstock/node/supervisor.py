@@ -161,14 +161,12 @@ class NodeSupervisor:
             if not isinstance(formed, Formation):
                 return formed
             formation = formed
-        host, key = "127.0.0.1", None
+        host, key = "127.0.0.1", self._admin.engine_key
         if self._launch.listen == "network":
             address = formation.head.address if formation else self._own_address()
             if address is None:
                 return None
             host = address
-        if self._launch.engines_need_key:
-            key = self._admin.engine_key
         self._report.stage("imports")
         url = self._local.start_engine(host, key, formation, self._on_line)
         self._client = EngineClient(url, key, self._engine.metrics, self._plan)

@@ -1,4 +1,4 @@
-"""ASGI middleware that asks for a key on every path, for a vLLM that listens beyond loopback.
+"""ASGI middleware that asks for a key on every path: other users of the machine reach loopback too.
 
 vLLM's own key covers /v1 alone: /invocations, which generates text, and /metrics stay open. Prometheus has a key for
 /metrics alone.

@@ -198,8 +198,8 @@ class UpstreamConnection(asyncio.Protocol):
 class Pool:
     """Idle connections to engines, the last used first.
 
-    `engine_key`: the key that engines beyond loopback ask for; `keys`: those of single engines, by address. `via`: the
-    gateway's name in requests to engines, by which it knows its own again.
+    `engine_key`: the key that the deployment's engines ask for; `keys`: those of others by address, "" for none. `via`:
+    the gateway's name in requests to engines, by which it knows its own again.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Pool:
         """The head's lines that say for whom a request is, with the key that the engine asks for."""
         host = b"host: %s\r\nvia: 1.1 %s\r\n" % (host_header(address), self.via)
         key = self._keys.get(address, self._engine_key)
-        return host if key is None else b"%sauthorization: Bearer %s\r\n" % (host, key.encode())
+        return host if not key else b"%sauthorization: Bearer %s\r\n" % (host, key.encode())
 
     def take(self, address: Address) -> UpstreamConnection | None:
         now = self.now()
