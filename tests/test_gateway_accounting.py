@@ -115,6 +115,24 @@ async def test_stream_is_counted_and_the_client_gets_what_it_asked_for(place: st
         assert [line["output_tokens"] for line in await rows(rig, 2)] == [3, 3]
 
 
+async def test_a_stream_that_could_only_be_estimated_is_refused(place: str) -> None:
+    async with rig_with(say(ANSWER), store=place) as (rig, engine, client):
+        for fields in (
+            b'"stream":1',
+            b'"stream":"true"',
+            b'"stream":false,"str\\u0065am":true',
+            b'"stream":true,"stream_options":{"include_usage":1}',
+            b'"stream":true,"stream_options":{"x":"%s"}' % (b"y" * 2000),
+            b'"stream":true,"stream_options":{},"stream\\u005foptions":null',
+            b'"stream":true,"stream\\u005foptions":null',
+        ):
+            for path in ("/v1/chat/completions", "/v1/completions"):
+                status, error = await client.post(b'{"model":"demo",%s}' % fields, path).error()
+                assert (status, error["type"], error["code"]) == (400, "invalid_request_error", "invalid_body"), fields
+        assert engine.seen == []
+        assert await rows(rig) == []
+
+
 async def test_tokens_are_counted_however_their_chunks_come(place: str) -> None:
     async def reply(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         writer.write(SSE_HEAD + chunk(ROLE))

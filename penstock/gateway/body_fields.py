@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Final, Literal
 
 import msgspec
@@ -45,33 +46,30 @@ class Usage(msgspec.Struct, frozen=True):
     output_tokens: int
 
 
-class RequestBody(msgspec.Struct, frozen=True):
-    """The fields of a body that matter here. Only the model's type is checked: the engine judges the rest.
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
 
-    They stay raw: 30 MiB of `[],[],...` in one of them would become 900 MB of objects, in 2 s.
-    """
+
+class RequestBody(msgspec.Struct, frozen=True):
+    """The fields of a body that the gateway decides by. Engines take 1 or "true" for true, and "5" for 5."""
 
     model: str | None = None
-    stream: msgspec.Raw = msgspec.Raw()
-    stream_options: msgspec.Raw = msgspec.Raw()
-    max_tokens: msgspec.Raw = msgspec.Raw()
-    max_completion_tokens: msgspec.Raw = msgspec.Raw()
-    max_output_tokens: msgspec.Raw = msgspec.Raw()
-    n: msgspec.Raw = msgspec.Raw()
-    user: msgspec.Raw = msgspec.Raw()
-    priority: msgspec.Raw = msgspec.Raw()
-    previous_response_id: msgspec.Raw = msgspec.Raw()
-
-
-class LongRequestBody(RequestBody, frozen=True):
-    messages: msgspec.Raw = msgspec.Raw()
-    prompt: msgspec.Raw = msgspec.Raw()
-    input: msgspec.Raw = msgspec.Raw()
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None
+    max_output_tokens: int | None = None
+    priority: int | None = None
 
 
 class _Replaceable(msgspec.Struct, frozen=True):
     model: msgspec.Raw = msgspec.Raw()
     stream_options: msgspec.Raw = msgspec.Raw()
+
+
+class Key:
+    """Stands for any key of an object, for a decoder's `dec_hook`."""
 
 
 _COLON: Final = re.compile(rb"\s*:\s*")
@@ -80,12 +78,13 @@ _MAX_TRIES: Final = 4  # of 0.1 s for 30 MiB of tiny values
 _read_replaceable = msgspec.json.Decoder(_Replaceable).decode
 
 
-def replace_field(body: bytes, name: Literal["model", "stream_options"], value: bytes) -> bytes | None:
-    """The body, an object, with another value of the field, or with the field; all other bytes stay.
+def replace_field(body: bytes, name: Literal["model", "stream_options"], change: Callable[[bytes], bytes]) -> bytes:
+    """The body, an object, with a changed value of the field, or with the field; all other bytes stay.
 
-    None where the field is hidden among too many of its name. Raises msgspec.DecodeError.
+    Raises msgspec.DecodeError, also where the field is hidden by escapes or among too many of its name.
     """
     old, key, at, n_tries = bytes(getattr(_read_replaceable(body), name)), b'"%s"' % name.encode(), len(body), 0
+    value = change(old)
     if not old:
         begin = body.index(b"{") + 1
         gap = b"" if body[begin:].lstrip()[:1] == b"}" else b","
@@ -100,7 +99,7 @@ def replace_field(body: bytes, name: Literal["model", "stream_options"], value: 
             n_tries += 1
         if at < 0 or n_tries == _MAX_TRIES:
             break
-    return None
+    raise msgspec.DecodeError(f"its {name} is written in a way that cannot be replaced")
 
 
 def _has_value(body: bytes, name: str, value: bytes) -> bool:

@@ -151,7 +151,8 @@ class Public:
             return Answer(200, _LANDING, b"text/html; charset=utf-8")
         if path == b"/version":
             return json_answer({"version": __version__})
-        n_ready = sum(self._count_ready().values())
+        now = self._context.now()
+        n_ready = sum(len(self._replicas.ready(model.name, now)) for model in self._replicas.models)
         return json_answer({"status": "ok", "ready_replicas": n_ready})
 
     def origin_headers(self, head: RequestHead) -> Headers:
@@ -191,8 +192,10 @@ class Public:
             return error_answer(400, str(error), "invalid_body")
         name = facts.model
         if name is None and head.method != b"POST":
-            name = _read_query_model(head.target)
-        response_id = facts.response_id or _find_response_id(head.path)
+            names = parse_qs(head.target.partition(b"?")[2].decode("latin-1")).get("model")
+            name = names[0] if names else None
+        match = _RESPONSE_PATH.fullmatch(head.path) if head.path.startswith(b"/v1/responses/") else None
+        response_id = facts.response_id or (match.group(1) if match else b"")
         place = self._context.response_owners.find(response_id) if response_id else None
         model = place[0] if place is not None and name is None else self._replicas.resolve(name)
         if model is None and name is None:
@@ -231,10 +234,6 @@ class Public:
                 return json_answer(self._row(model))
         return _unknown_model(name)
 
-    def _count_ready(self) -> dict[str, int]:
-        now = self._context.now()
-        return {model.name: len(self._replicas.ready(model.name, now)) for model in self._replicas.models}
-
     def _row(self, model: ServedModel) -> ModelRow:
         now, name, table = self._context.now(), model.name, self._replicas
         state, n_ready = table.model_state(name, now), len(table.ready(name, now))
@@ -247,16 +246,6 @@ class Public:
             progress=nearest.announcement.progress if nearest is not None else None,
             input_modalities=announced[0].input_modalities if announced else (),
         )
-
-
-def _read_query_model(target: bytes) -> str | None:
-    names = parse_qs(target.partition(b"?")[2].decode("latin-1")).get("model")
-    return names[0] if names else None
-
-
-def _find_response_id(path: bytes) -> bytes:
-    match = _RESPONSE_PATH.fullmatch(path) if path.startswith(b"/v1/responses/") else None
-    return match.group(1) if match else b""
 
 
 def _unknown_model(name: str) -> Answer:

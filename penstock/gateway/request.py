@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
-from penstock.gateway.body_fields import LongRequestBody, RequestBody, replace_field
+from penstock.gateway.body_fields import Key, RequestBody, replace_field
 from penstock.wire.http1 import RequestHead
 
 PREFIX_BYTES: Final = 1024  # about 256 tokens
 SESSION_BYTES: Final = 256
 PRIORITY_LIMIT = 1000
+OUTPUT_TOKENS_MAX: Final = 10**18
 TIMEOUT_S_MAX = 86400.0
 
 # Forms are read as strictly as requests: what two parsers may read in two ways is refused.
@@ -33,13 +34,13 @@ _NAME_BYTES: Final = 512
 _MAX_PARTS: Final = 256
 _TIMEOUT: Final = re.compile(rb"(\d{1,9}(?:\.\d{1,9})?)[ ]?(ms|s|)")
 _INTEGER: Final = re.compile(rb"-?\d{1,9}")
-_COUNT: Final = re.compile(rb"[1-9]\d*")
-_COUNT_DIGITS: Final = 18  # the first of a longer one are enough: it is over every limit
-_OPTIONS_BYTES: Final = 1024
 _READ_HEADERS: Final = frozenset(
     (b"content-type", b"x-session-id", b"x-penstock-priority", b"x-penstock-replica", b"x-request-timeout")
     + (b"x-penstock-progress",)
 )
+_MAX_KEYS: Final = 256
+_ABSENT: Final = msgspec.Raw()
+_DECIDING: Final = frozenset(RequestBody.__struct_fields__)
 _BRACKET: Final = re.compile(rb'[^"\[\]{}]*+(?:"(?:[^"\\]|\\.)*+"[^"\[\]{}]*+)*+([\[\]{}])', re.DOTALL)
 _FIRST_TURN: Final = (b'"system"', b'"developer"')
 
@@ -51,8 +52,18 @@ class UnreadableError(ValueError):
 # What reading JSON raises; RecursionError at about 1,000 levels.
 BODY_ERRORS: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
+_keys: Final[list[str]] = []  # of the body that is read now, their escapes decoded
+
+
+def _note_key(_: type, key: str) -> Key:
+    if len(_keys) == _MAX_KEYS:
+        raise ValueError(f"it has more than {_MAX_KEYS} fields")
+    _keys.append(key)
+    return Key()
+
+
+_read_fields = msgspec.json.Decoder(dict[Key, msgspec.Raw], dec_hook=_note_key).decode
 _read_body = msgspec.json.Decoder(RequestBody).decode
-_read_long_body = msgspec.json.Decoder(LongRequestBody).decode
 
 
 class Request:
@@ -73,14 +84,14 @@ class RequestFacts:
     A plain class: compiled code reads its fields in 1 ns and those of a msgspec.Struct in 40. `model`: the name in the
     request. Lower `priority` goes first, as in vLLM. `session`, `prefix`: keys of policies "sticky" and "prefix".
     `response_id`: an earlier response that only its replica knows. `output_tokens_max`: the limit of one choice.
-    `wants_usage`: the client asked for the usage of a stream, or its options are too long to be read.
+    `wants_usage`: the client asked for the usage of a stream; `has_options`: it has `stream_options`.
     `wants_progress`: comments of a waiting stream are of `wire/waiting.py`, more often.
     """
 
     # Defaults stay with the class: most requests set few of them.
     model: str | None = None
     streams = False
-    stream_options: Any = None
+    has_options = False
     wants_usage = False
     n_choices = 1
     output_tokens_max: int | None = None
@@ -115,27 +126,24 @@ def read_facts(request: Request, *, wants_prefix: bool = False) -> RequestFacts:
         facts.model = read_form_model(kind, body)
         return facts
     try:
-        fields = _read_long_body(body) if wants_prefix else _read_body(body)
-        if isinstance(fields, LongRequestBody):
-            facts.prefix = _first_bytes(fields)
-        _take_fields(facts, fields, has_priority=b"x-penstock-priority" in headers)
+        values = _split_fields(body)
+        if wants_prefix:
+            facts.prefix = _first_bytes(values)
+        _take_fields(facts, values, has_priority=b"x-penstock-priority" in headers)
     except BODY_ERRORS as error:
         raise UnreadableError(f"the request body cannot be routed: {error}") from error
     return facts
 
 
 def rename_model(request: Request, name: str) -> bytes:
-    """The body with another value of its model, which is replaced where it stands. Raises UnreadableError."""
+    """The body with another value of its model, replaced where it stands. Raises UnreadableError, BODY_ERRORS."""
     kind = request.head.get(b"content-type") or b""
     if kind[:10].lower() == b"multipart/":
         place = _find_form_model(kind, request.body)
         if place is None:
             return request.body
         return request.body[: place[0]] + name.encode() + request.body[place[1] :]
-    renamed = replace_field(request.body, "model", msgspec.json.encode(name))
-    if renamed is None:
-        raise UnreadableError("its model is written in a way that cannot be replaced by the engine's name of it")
-    return renamed
+    return replace_field(request.body, "model", lambda _: msgspec.json.encode(name))
 
 
 def _read_headers(facts: RequestFacts, headers: dict[bytes, bytes]) -> None:
@@ -154,27 +162,35 @@ def _read_headers(facts: RequestFacts, headers: dict[bytes, bytes]) -> None:
         facts.priority = _bound(int(priority))
 
 
-def _take_fields(facts: RequestFacts, fields: RequestBody, has_priority: bool) -> None:
+def _split_fields(body: bytes) -> dict[str, msgspec.Raw]:
+    """The fields, raw: 30 MiB of `[],[],...` in one of them would become 900 MB of objects, in 2 s.
+
+    None stands twice: the engine may take the other one. Raises UnreadableError, BODY_ERRORS.
+    """
+    _keys.clear()
+    values = dict(zip(_keys, _read_fields(body).values(), strict=True))
+    if len(values) < len(_keys):
+        raise UnreadableError(f"two fields of the request body are named {max(_keys, key=_keys.count)!r}")
+    return values
+
+
+def _take_fields(facts: RequestFacts, values: dict[str, msgspec.Raw], has_priority: bool) -> None:
     """Copies what matters: a raw part would keep the whole body as long as the response lives. Headers come first."""
+    fields = _read_body(msgspec.json.encode({name: value for name, value in values.items() if name in _DECIDING}))
+    options, n_choices, priority = fields.stream_options, fields.n, fields.priority
     facts.model = fields.model
-    facts.streams = bytes(fields.stream) == b"true"
-    options = bytes(fields.stream_options)
-    if options:
-        facts.stream_options = msgspec.json.decode(options) if len(options) <= _OPTIONS_BYTES else None
-        facts.wants_usage = len(options) > _OPTIONS_BYTES or (
-            isinstance(facts.stream_options, dict) and facts.stream_options.get("include_usage") is True
-        )
-    n_choices = _read_count(fields.n)
-    if n_choices is not None and n_choices <= 1024:
+    facts.streams = fields.stream is True
+    facts.has_options = "stream_options" in values
+    facts.wants_usage = options is not None and options.include_usage is True
+    if n_choices is not None and 0 < n_choices <= 1024:
         facts.n_choices = n_choices
-    for raw in (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens):
-        limit = _read_count(raw)
-        if limit is not None:
-            facts.output_tokens_max = limit
+    for limit in (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens):
+        if limit is not None and limit > 0:
+            facts.output_tokens_max = min(limit, OUTPUT_TOKENS_MAX)
             break
-    user, priority, previous = bytes(fields.user), bytes(fields.priority), bytes(fields.previous_response_id)
-    if priority and not has_priority and _INTEGER.fullmatch(priority):
-        facts.priority = _bound(int(priority))
+    if priority is not None and not has_priority:
+        facts.priority = _bound(priority)
+    user, previous = bytes(values.get("user", _ABSENT)), bytes(values.get("previous_response_id", _ABSENT))
     if not facts.session and user[:1] == b'"':
         facts.session = user[:SESSION_BYTES]
     if previous:
@@ -188,12 +204,6 @@ def read_timeout_s(value: bytes) -> float:
     if not 0 < timeout_s <= TIMEOUT_S_MAX:
         raise UnreadableError("x-request-timeout is not a time like 30, 1.5s or 1500ms")
     return timeout_s
-
-
-def _read_count(raw: msgspec.Raw) -> int | None:
-    """A whole number above 0; None for anything else."""
-    text = bytes(raw)
-    return int(text[:_COUNT_DIGITS]) if text and _COUNT.fullmatch(text) else None
 
 
 def _bound(priority: int) -> int:
@@ -261,11 +271,11 @@ def _read_name(value: bytes) -> str:
     raise UnreadableError("the form's model is no name")
 
 
-def _first_bytes(fields: LongRequestBody) -> bytes:
+def _first_bytes(values: dict[str, msgspec.Raw]) -> bytes:
     """The bytes that later requests of a conversation begin with too: its instructions and first question."""
-    messages = bytes(fields.messages)
+    messages = bytes(values.get("messages", _ABSENT))
     if messages[:1] != b"[":
-        return bytes(fields.prompt or fields.input)[:PREFIX_BYTES]
+        return bytes(values.get("prompt") or values.get("input", _ABSENT))[:PREFIX_BYTES]
     taken: list[bytes] = []
     for element in _split_messages(messages[: 4 * PREFIX_BYTES]):
         taken.append(element[:PREFIX_BYTES])

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from time import gmtime
 from typing import Final
 
-from penstock.gateway.accounting import request_log
 from penstock.gateway.accounting.exchange import Exchange
 from penstock.gateway.accounting.keys import KeyHolder, Keyring, credential
 from penstock.gateway.accounting.ledger import Ledger
 from penstock.gateway.accounting.quota import Quota, Refusal
+from penstock.gateway.accounting.request_log import RequestLog
 from penstock.gateway.accounting.running_totals import new_totals
 from penstock.gateway.accounting.store_writer import News, StoreWriter
 from penstock.gateway.accounting.token_usage import MAX_TOKENS, BodyWatch, StreamStrip, StreamWatch, ask_for_usage
@@ -106,7 +106,7 @@ class Accounting:
         self.now: Callable[[], float] = world.now
         self.unix: Callable[[], float] = world.unix
         self.running_totals = new_totals()
-        log = request_log.of_config(config, world)
+        log = RequestLog(config, world) if config.access_log is not None or config.traces is not None else None
         has_ledger = config.store is not None or log is not None
         self.ledger = Ledger(config.store, self.running_totals, log, world) if has_ledger else None
         self.logs_all = config.access_log is not None
@@ -241,7 +241,7 @@ class Entry:
         if facts.streams and not facts.wants_usage:
             self.strips_usage = _GENERATING.get(facts.path, _NOTHING)[0]
             if self.strips_usage and body:
-                self.body = ask_for_usage(body, facts.stream_options)
+                self.body = ask_for_usage(body, has_options=facts.has_options)
 
     def start(self) -> Answer | None:
         """Takes the request's share of its key's limits, until `end`; returns the refusal when a limit is reached.

@@ -11,9 +11,8 @@ import hashlib
 import math
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -180,8 +179,10 @@ class KeyStore:
             " FROM api_keys ORDER BY created_at, id",
             (),
         )
+        limits = [Limits(msgspec.json.decode(row[2], type=tuple[str, ...]), *row[3:8]) for row in rows]
         return [
-            ApiKey(row[0], row[1], _limits(row[2:8]), row[8], row[9], tuple(secrets_of.get(row[0], ()))) for row in rows
+            ApiKey(row[0], row[1], limit, row[8], row[9], tuple(secrets_of.get(row[0], ())))
+            for row, limit in zip(rows, limits, strict=True)
         ]
 
     def revision(self) -> int:
@@ -205,8 +206,3 @@ class KeyStore:
         with self._database.writing(locks=True):
             yield
             self._database.execute("UPDATE meta SET value = value + 1 WHERE name = 'keys_revision'")
-
-
-def _limits(row: Sequence[Any]) -> Limits:
-    models = msgspec.json.decode(row[0], type=tuple[str, ...])
-    return Limits(models, *row[1:])

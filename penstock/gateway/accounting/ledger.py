@@ -15,7 +15,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from penstock.gateway.accounting.request_log import Exchange, RequestLog
+from penstock.gateway.accounting.exchange import Exchange
+from penstock.gateway.accounting.request_log import RequestLog
 from penstock.gateway.accounting.running_totals import Totals
 from penstock.gateway.accounting.store import Database
 from penstock.gateway.accounting.store_writer import MAX_WAITING, Job, News, StoreWriter

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from penstock.gateway.accounting.access_log import AccessLog, write_lines
-from penstock.gateway.accounting.exchange import Exchange, Record
+from penstock.gateway.accounting.exchange import Record
 from penstock.gateway.accounting.span_export import SpanExporter
 from penstock.gateway.accounting.spans import SpanWriter
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.metrics import Family
 from penstock.world import REAL, World
-
-__all__ = ["Exchange", "RequestLog"]
 
 # Between two pieces the event loop gets Python's lock, which it would otherwise wait 5 ms for. A busy loop gives it
 # back after 5 ms, so there may not be too many of them in a turn of 0.5 s.
@@ -35,17 +33,15 @@ class RequestLog:
         unix_offset_s = self._world.unix() - self._world.now()  # anew each time: the clock may be set
         piece = max(PIECE, len(records) // MAX_PIECES)
         for at in range(0, len(records), piece):
-            self._write_piece(records[at : at + piece], unix_offset_s)
+            written = records[at : at + piece]
+            if self.access_log is not None:
+                self.access_log.write(write_lines(written))
+            if self.exporter is not None:
+                sampled = [record for record in written if record[1].trace is not None and record[1].trace.is_sampled]
+                self.exporter.add([self._spans.span(record, unix_offset_s) for record in sampled])
             self._world.sleep(0)
         if self.exporter is not None:
             self.exporter.send(self._world.now())
-
-    def _write_piece(self, records: Sequence[Record], unix_offset_s: float) -> None:
-        if self.access_log is not None:
-            self.access_log.write(write_lines(records))
-        if self.exporter is not None:
-            sampled = [record for record in records if record[1].trace is not None and record[1].trace.is_sampled]
-            self.exporter.add([self._spans.span(record, unix_offset_s) for record in sampled])
 
     def families(self) -> list[Family]:
         families: list[Family] = []
@@ -67,7 +63,3 @@ class RequestLog:
             self.exporter.close()
         if self.access_log is not None:
             self.access_log.close()
-
-
-def of_config(config: GatewayConfig, world: World = REAL) -> RequestLog | None:
-    return RequestLog(config, world) if config.access_log is not None or config.traces is not None else None

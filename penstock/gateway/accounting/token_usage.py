@@ -28,6 +28,7 @@ HEAD_BYTES: Final = 1024
 PIECE_BYTES: Final = 1024  # what a piece of a stream is joined up to; a usage event is shorter
 MAX_WHOLE_BYTES: Final = 8 * 1024
 MAX_HELD_BYTES: Final = 16 * 1024  # an event of more is not the one with the usage
+MAX_OPTIONS_BYTES: Final = 1024
 MAX_TOKENS: Final = 10**9  # no request has so many
 
 
@@ -56,14 +57,18 @@ _WHOLE: Final = msgspec.json.Decoder(UsageBody)
 _UNREADABLE: Final = (msgspec.DecodeError, RecursionError)
 
 
-def ask_for_usage(body: bytes, stream_options: object) -> bytes:
+def ask_for_usage(body: bytes, *, has_options: bool) -> bytes:
     """The body with `stream_options.include_usage`; all other bytes stay. Raises msgspec.DecodeError."""
     begin = _FIRST_BRACE.match(body)
-    if stream_options is None and begin is not None and b'"stream_options"' not in body:
+    if begin is not None and not has_options:
         return body[: begin.end()] + _INCLUDE + body[begin.end() :]
-    options = stream_options if isinstance(stream_options, dict) else {}
-    asked = replace_field(body, "stream_options", msgspec.json.encode(options | {"include_usage": True}))
-    return body if asked is None else asked  # counted by an estimate
+    return replace_field(body, "stream_options", _include_usage)
+
+
+def _include_usage(options: bytes) -> bytes:
+    if len(options) > MAX_OPTIONS_BYTES:
+        raise msgspec.DecodeError(f"its stream_options have more than {MAX_OPTIONS_BYTES} bytes")
+    return msgspec.json.encode((msgspec.json.decode(options) or {}) | {"include_usage": True})
 
 
 def find_usage(data: bytes) -> Usage | None:
