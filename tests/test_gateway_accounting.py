@@ -175,6 +175,36 @@ async def test_client_that_hangs_up_pays_for_what_was_generated(place: str, n_to
         assert line["prompt_tokens"] > 0
 
 
+@pytest.mark.parametrize("way", ["client", "deadline", "lost", "lost twice", "shutdown", "failed", "queue"])
+async def test_request_that_ends_before_its_answer_pays_for_what_engines_read(place: str, way: str) -> None:
+    secret = make_key(place, tpm=20_000)
+    headers = bearer(secret) + ("X-Request-Timeout: 1\r\n" if way == "deadline" else "")
+    failure, gate = b"HTTP/1.1 503 Down\r\nContent-Length: 2\r\n\r\n{}", Gate(b"", b"")
+    charged = (0, 0, 0, 0.0) if way in ("failed", "queue") else (5000, 0, 1, 5.0)
+    async with Rig(store=place, auth="keys", prices=PRICES) as rig:
+        if way in ("lost", "lost twice", "failed"):
+            await rig.engine(say(failure) if way == "failed" else hang_up, "a")
+        if way not in ("failed", "queue"):
+            await rig.engine(hang_up if way == "lost twice" else gate.reply, "b")
+        client = (await rig.client()).post(STREAM.ljust(20_000), headers=headers)
+        if way in ("deadline", "lost twice"):
+            assert (await client.response())[0].status == (504 if way == "deadline" else 502)
+        else:
+            await (gate.reached.wait() if charged[0] else advance(0.01))
+        if way == "shutdown":
+            await rig.stop()
+        else:
+            client.writer.transport.abort()
+            await rows(rig, 1)
+            text = await (await rig.client()).metrics(bearer(ADMIN))
+            assert f'key_tokens_total{{key="alice",model="demo",kind="prompt"}} {charged[0]}' in text
+            (quota,) = rig.gateway.accounting.keyring.quotas().values()
+            assert (b"x-ratelimit-remaining-tokens", b"%d" % (20_000 - charged[0])) in quota.headers(0.0)
+    with Store(place) as store:
+        sql = "SELECT prompt_tokens, output_tokens, is_estimate, cost_usd FROM requests"
+        assert store.database.all(sql) == [charged]
+
+
 async def test_every_end_has_its_state(place: str) -> None:
     broken = say(SSE_HEAD + chunk(ROLE) + chunk(TOKEN), then_close=True)
     refused = say(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 2\r\n\r\n{}")

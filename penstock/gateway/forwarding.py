@@ -422,6 +422,7 @@ class Forwarding:
         self._failure = None
         if loss is Loss.FAILED:
             self._failed = replica, connection.address
+            self._sent_at = 0.0  # nobody pays for that
         connection.discard()
         self._detach()
         if is_repeated:
@@ -542,7 +543,7 @@ class Forwarding:
             )
         if entry is not None:
             self._entry = None
-            usage = entry.end(outcome, name, exchange)
+            usage = entry.end(outcome, name, exchange, was_read=self._sent_at > 0)
             if usage.prompt_tokens:
                 context.counters.n_known_bytes += self._n_body_bytes
                 context.counters.n_known_tokens += usage.prompt_tokens - usage.cached_tokens

@@ -40,6 +40,8 @@ _GENERATING: Final[dict[bytes, tuple[bool, bytes | None]]] = {
     b"/v1/responses": (False, b".delta\n"),
 }
 _NOTHING: Final = (False, None)
+# Requests to these carry no prompt.
+_NO_PROMPT: Final = frozenset((b"/tokenize", b"/detokenize", b"/v1/audio/transcriptions", b"/v1/audio/translations"))
 _CHAT: Final = b"/v1/chat/completions"  # its streams begin with an event that carries the role and no token
 # A request that may be refused for what has ended elsewhere asks again: every gateway tells its own twice a second.
 HELD_S = 1.0
@@ -328,8 +330,11 @@ class Entry:
         """Whether the request log needs an `exchange`, also of a request that no trace samples."""
         return self._accounting.logs_all
 
-    def end(self, outcome: str, replica: str, exchange: Exchange | None = None) -> Usage:
-        """Writes one row; returns what was counted. `outcome` is that of `forwarding`; `exchange`: for the log."""
+    def end(self, outcome: str, replica: str, exchange: Exchange | None = None, *, was_read: bool = False) -> Usage:
+        """Writes one row; returns what was counted. `outcome` is that of `forwarding`; `exchange`: for the log.
+
+        `was_read`: an engine got the request, and did not answer that it failed.
+        """
         if exchange is not None and self._holder is not None:
             exchange.key = self._holder.name
         accounting, facts, watch, holder = self._accounting, self._facts, self._watch, self._holder
@@ -339,10 +344,10 @@ class Entry:
             usage = None  # it would take the key's budget and its tokens for years
         if usage is not None and watch is not None:
             account.learn(usage, facts.n_body_bytes, self._n_events(watch))
-        elif watch is None or facts.path not in _GENERATING:
-            usage = Usage(0, 0, 0)
-        else:
+        elif was_read and self._status < 300 and (facts.path in _GENERATING or outcome != "complete"):
             usage, is_estimate = self._estimate(watch, account, outcome), 1
+        else:
+            usage = Usage(0, 0, 0)
         n_prompt, n_cached, n_output = usage.prompt_tokens, usage.cached_tokens, usage.output_tokens
         quota = holder.quota if holder is not None else None
         if self._is_open and quota is not None:
@@ -402,11 +407,11 @@ class Entry:
                 return "refused"
         return OUTCOMES[outcome][0]
 
-    def _estimate(self, watch: Watch, account: Account, outcome: str) -> Usage:
+    def _estimate(self, watch: Watch | None, account: Account, outcome: str) -> Usage:
         n_without_token = self._facts.n_choices if self._facts.path == _CHAT else 0
-        n_events = self._n_events(watch)
+        n_events = self._n_events(watch) if watch is not None else 0
         n_token_events = max(0, n_events - n_without_token - (outcome == "complete" and n_events > 0))
-        n_prompt = account.estimate_prompt(self._facts.n_body_bytes)
+        n_prompt = 0 if self._facts.path in _NO_PROMPT else account.estimate_prompt(self._facts.n_body_bytes)
         return Usage(n_prompt, 0, min(MAX_TOKENS, math.ceil(n_token_events * account.tokens_per_event)))
 
     def _estimate_tokens(self) -> int:
