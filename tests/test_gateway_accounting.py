@@ -21,6 +21,7 @@ from penstock.gateway.accounting.key_store import Limits
 from penstock.gateway.accounting.running_totals import new_totals
 from penstock.gateway.accounting.usage_store import FOLD_ROWS, Row, UsageStore, month_of
 from penstock.gateway.config import ServedModel
+from penstock.spec.gateway import Limits as ClientLimits
 from penstock.spec.gateway import Price
 from penstock.wire.announcement import engine_key, scrape_key
 
@@ -296,6 +297,28 @@ async def test_a_clients_key_does_not_show_the_use_of_others(place: str, path: s
                 status, error = await client.get(path, headers + length).error()
                 assert [status, error["code"]] == refusal and "scrape key" in error["message"]
         assert rig.gateway.accounting.n_unknown_keys == 4
+
+
+async def test_refused_requests_count_towards_rpm_but_for_those_that_a_limit_refused(place: str) -> None:
+    secret, post = make_key(place, rpm=10, models=("demo",)), "POST /v1/completions"
+    refused = [
+        *((408, post, b"", 1), (400, post, b"{", 0), (400, post, b"[1,2]", 0), (413, post, b"", 9999)),
+        *((403, post, b'{"model":"other"}', 0), (404, post, b'{"model":"none"}', 0), (404, "GET /nothing", b"", 0)),
+        *((405, "DELETE /v1/completions", b"", 0), (403, "GET /metrics", b"", 0), (404, "GET /v1/models/x", b"", 0)),
+        (400, post, b"}", 0),
+    ]
+    async with Rig(auth="keys", store=place, models=MODELS, limits=ClientLimits(body_bytes=1000, body_s=1.0)) as rig:
+        await rig.engine(say(ANSWER))
+        (quota,) = rig.gateway.accounting.keyring.quotas().values()
+        for number, (status, start, body, n_missing) in enumerate(refused, 1):
+            client = await rig.client()
+            head = f"{start} HTTP/1.1\r\nHost: x\r\n{bearer(secret)}Content-Length: {len(body) + n_missing}\r\n\r\n"
+            client.writer.write(head.encode() + body)
+            assert (await client.response())[0].status == status
+            assert quota.headers(0.0)[1][1] == b"%d" % max(0, 10 - number)
+        assert await statuses(rig, secret, 20) == [429] * 20
+        await advance(6.0)
+        assert await statuses(rig, secret, 2) == [200, 429]
 
 
 async def test_concurrency_is_given_back_however_a_request_ends(place: str) -> None:

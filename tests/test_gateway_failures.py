@@ -68,7 +68,7 @@ def key(place: str, **limits: Any) -> str:
 
 async def test_what_a_key_may_not(tmp_path: Path) -> None:
     place, models = f"{tmp_path}/keys.db", (ServedModel("demo"), ServedModel("other"))
-    header = key(place, rpm=1, models=("demo",))
+    header = key(place, rpm=3, models=("demo",))
     async with rig_with(say(answer(400, TOO_LONG)), store=place, auth="keys", models=models) as (rig, _, client):
         told = await failure(client.post(STREAM, headers="Authorization: Bearer sk-wrong\r\n"))
         assert (told.kind, "Use another key" in told.text) == ("key", True)
@@ -78,8 +78,8 @@ async def test_what_a_key_may_not(tmp_path: Path) -> None:
         assert (told.kind, told.text) == ("model", "The model 'nope' does not exist. Choose another model.")
         assert (await failure((await rig.client()).post(STREAM, headers=header))).kind == "too_long"
         told = await failure((await rig.client()).post(STREAM, headers=header))
-        assert (told.kind, told.retry_after_s) == ("overload", 60.0)
-        assert told.text.startswith("Key 'ann' has used its 1 requests a minute")
+        assert (told.kind, told.retry_after_s) == ("overload", 20.0)
+        assert told.text.startswith("Key 'ann' has used its 3 requests a minute")
 
 
 async def test_a_full_queue_and_a_model_without_replicas() -> None:

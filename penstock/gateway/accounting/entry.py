@@ -19,7 +19,7 @@ from penstock.gateway.accounting.ledger import Ledger
 from penstock.gateway.accounting.quota import Quota, Refusal
 from penstock.gateway.accounting.request_log import RequestLog
 from penstock.gateway.accounting.running_totals import new_totals
-from penstock.gateway.accounting.store_writer import News, StoreWriter
+from penstock.gateway.accounting.store_writer import News
 from penstock.gateway.accounting.token_usage import MAX_TOKENS, BodyWatch, StreamStrip, StreamWatch, ask_for_usage
 from penstock.gateway.accounting.usage_store import Row, State
 from penstock.gateway.body_fields import Usage
@@ -177,10 +177,7 @@ class Accounting:
         ledger = self.ledger
         unknown: dict[Labels, float] = {(): self.n_unknown_keys}
         by_limit: dict[Labels, float] = {(("limit", kind),): n for kind, n in self.refusals.items()}
-        families: list[Family] = [
-            ("unknown_keys_total", unknown),
-            ("quota_refusals_total", by_limit),
-        ]
+        families: list[Family] = [("unknown_keys_total", unknown), ("quota_refusals_total", by_limit)]
         if ledger is None:
             return families
         tokens: dict[Labels, float] = {}
@@ -196,15 +193,20 @@ class Accounting:
                 key_requests[labels] = count.n_requests
                 counts = (("prompt", count.n_prompt), ("cached", count.n_cached), ("output", count.n_output))
                 key_tokens |= {(*labels, ("kind", kind)): n for kind, n in counts}
-        return [
-            *families,
+        families += [
             ("tokens_total", tokens),
             ("ledger_requests_total", rows),
             ("key_requests_total", key_requests),
             ("key_tokens_total", key_tokens),
-            *_store_families(ledger.store),
-            *(ledger.request_log.families() if ledger.request_log is not None else ()),
         ]
+        if (store := ledger.store) is not None:
+            families += [
+                ("ledger_rows_waiting", {(): store.n_waiting}),
+                ("ledger_rows_lost_total", {(): store.n_lost}),
+                ("store_failures_total", {(): store.n_failures}),
+                ("store_up", {(): int(not store.is_failing)}),
+            ]
+        return families if ledger.request_log is None else families + ledger.request_log.families()
 
     def _on_news(self, news: News) -> None:
         if news.keys is not None:
@@ -420,17 +422,6 @@ class Entry:
         if facts.path in _GENERATING:
             n_tokens += (facts.output_tokens_max or OUTPUT_TOKENS) * facts.n_choices
         return min(n_tokens, MAX_TOKENS)
-
-
-def _store_families(store: StoreWriter | None) -> list[Family]:
-    if store is None:
-        return []
-    return [
-        ("ledger_rows_waiting", {(): store.n_waiting}),
-        ("ledger_rows_lost_total", {(): store.n_lost}),
-        ("store_failures_total", {(): store.n_failures}),
-        ("store_up", {(): int(not store.is_failing)}),
-    ]
 
 
 def _until_next_month_s(now: float) -> float:

@@ -108,6 +108,11 @@ class Quota:
             at_once.own += 1
         return None
 
+    def take_refused(self, now: float) -> None:
+        """Counts a request that was refused, but not for its rate: else it would be refused for ever."""
+        if self._requests is not None and self._requests.look(now) >= 1:
+            self._requests.total.own += 1
+
     def give_back(self, n_reserved: int, n_used: int) -> bool:
         """Ends a request; returns whether another one like it may be waiting for that elsewhere."""
         is_wanted = False

@@ -61,9 +61,11 @@ class Source(Protocol):
 
 
 class BodyOwner(Protocol):
-    """Who sends a request's body; `n_bodies` counts those that are arriving."""
+    """Who sends a request: `n_bodies` counts bodies that are arriving, `take_refused` a request that was refused."""
 
     n_bodies: int
+
+    def take_refused(self, now: float) -> None: ...
 
 
 class Handler(Protocol):
@@ -147,7 +149,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self._reader.feed(data)
         if self._phase == "idle":
-            self._begin_head()
+            self._enter("head", self._now())
         if self._phase != "busy":
             self._advance()
         elif self._reader.n_buffered > MAX_PIPELINED_BYTES:
@@ -282,10 +284,8 @@ class ClientConnection(asyncio.Protocol):
 
     def _enter(self, phase: Phase, now: float) -> None:
         self._phase, self._phase_at = phase, now
-
-    def _begin_head(self) -> None:
-        self._begun_at = self._now()
-        self._enter("head", self._begun_at)
+        if phase == "head":
+            self._begun_at = now
 
     def _take_whole(self, data: bytes) -> bool:
         """Takes a read that is one whole request; False for any other."""
@@ -325,7 +325,7 @@ class ClientConnection(asyncio.Protocol):
                 else:
                     self._on_body(event)
             if self._phase == "idle" and not self._reader.is_between_messages:
-                self._begin_head()
+                self._enter("head", self._now())
         except ProtocolError as error:
             self._refuse(error_answer(error.status, str(error), "bad_request"))
         finally:
@@ -404,6 +404,10 @@ class ClientConnection(asyncio.Protocol):
             if find_header(answer.headers, b"x-penstock-replica") is None:
                 headers += own_headers(self._now() - self._data_at)
             headers += self._listener.handler.origin_headers(self._head)
+            if self.work is None and 400 <= answer.status < 500 and answer.status not in (401, 429):
+                owner = self._listener.handler.body_owner(self._head)
+                if owner is not None:
+                    owner.take_refused(self._now())
         if not keeps_alive:
             headers.append((b"connection", b"close"))
         is_head = self._head is not None and self._head.method == b"HEAD"

@@ -96,9 +96,6 @@ class UpstreamConnection(asyncio.Protocol):
         else:
             self._transport.abort()
 
-    def close(self) -> None:
-        self._transport.abort()
-
     def pause(self) -> None:
         if not self._transport.is_closing():
             self._is_paused = True
@@ -230,7 +227,7 @@ class Pool:
             connection = idle.pop()
             if now - connection.idle_since <= IDLE_S:
                 return connection
-            connection.close()
+            connection.discard()
         return None
 
     async def connect(self, address: Address) -> UpstreamConnection:
@@ -247,7 +244,7 @@ class Pool:
     def put(self, connection: UpstreamConnection) -> None:
         idle = self._idle.setdefault(connection.address, [])
         if len(idle) >= MAX_IDLE:
-            connection.close()
+            connection.discard()
             return
         connection.idle_since = self.now()
         idle.append(connection)
@@ -262,7 +259,7 @@ class Pool:
     def close(self) -> None:
         for idle in tuple(self._idle.values()):
             for connection in tuple(idle):
-                connection.close()
+                connection.discard()
 
 
 class _Whole:

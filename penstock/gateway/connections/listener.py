@@ -12,7 +12,6 @@ import os
 import resource
 import socket
 import ssl
-import stat
 import struct
 import sys
 from collections.abc import Callable
@@ -154,9 +153,11 @@ class Listener:
         await self._world.pause(min(HANDSHAKES_S, drain_s))
         self._server.close()
         await self._server.wait_connected()
-        grace_timer = asyncio.get_running_loop().call_later(min(GRACE_S, drain_s), self._close_idle)
-        await self._wait_empty(drain_s)
-        grace_timer.cancel()
+        grace_s = min(GRACE_S, drain_s)
+        await self._wait_empty(grace_s)
+        for connection in tuple(self._connections):
+            connection.close_if_idle()
+        await self._wait_empty(drain_s - grace_s)
         n_cut = sum(connection.is_busy for connection in self._connections)
         for connection in tuple(self._connections):
             connection.cut()
@@ -171,10 +172,6 @@ class Listener:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._emptied.wait()
-
-    def _close_idle(self) -> None:
-        for connection in tuple(self._connections):
-            connection.close_if_idle()
 
     def _sweep(self) -> None:
         for connection in tuple(self._connections):
@@ -263,7 +260,9 @@ def _open_unix_socket(path: Path, mode: int | None) -> socket.socket:
     """As open_socket; replaces a file that a killed gateway left, but not one that a process listens on."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not _answers(path):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            is_left = path.is_socket() and probe.connect_ex(str(path)) == errno.ECONNREFUSED
+        if is_left:
             path.unlink()
         sock.bind(str(path))
         if mode is not None:
@@ -283,8 +282,3 @@ def _cannot_listen(place: str, what: str, who_holds_it: str, error: OSError) -> 
         f"cannot listen on {place}: " + (f"the {what} is taken" if taken else str(error.strerror or error)),
         hint=f"see which process has it: {who_holds_it}" if taken else None,
     )
-
-
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        return probe.connect_ex(str(path)) != errno.ECONNREFUSED

@@ -46,7 +46,7 @@ async def probe(pool: Pool, address: Address) -> Exception | None:
                 headers = [(b"host", host_header(address)), (b"connection", b"close")]
                 status, _ = await call(connection, write_request_head(b"GET", b"/health", headers))
             finally:
-                connection.close()
+                connection.discard()
     except TimeoutError:
         if is_connected:
             return TimeoutError(f"no answer to GET /health in {PROBE_TIMEOUT_S:g} s")
@@ -67,7 +67,7 @@ async def ask_max_model_len(pool: Pool, address: Address, model: str | None) -> 
                 request = b"GET /v1/models HTTP/1.1\r\n%sconnection: close\r\n\r\n" % connection.origin_lines
                 _, body = await call(connection, request)
             finally:
-                connection.close()
+                connection.discard()
         cards = read_models(decode_json(body, "models"), "upstream")
     except (OSError, UpstreamError, PenstockError):  # a TimeoutError is an OSError
         return None
