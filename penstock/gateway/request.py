@@ -49,7 +49,7 @@ class UnreadableError(ValueError):
     """The request cannot be understood; the text says why."""
 
 
-# What reading JSON raises; RecursionError at about 1,000 levels.
+# What reading JSON raises; RecursionError at about 1,000 levels. Compiled, no class of ours may be in such a tuple.
 BODY_ERRORS: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _keys: Final[list[str]] = []  # of the body that is read now, their escapes decoded
@@ -136,7 +136,7 @@ def read_facts(request: Request, *, wants_prefix: bool = False) -> RequestFacts:
 
 
 def rename_model(request: Request, name: str) -> bytes:
-    """The body with another value of its model, replaced where it stands. Raises UnreadableError, BODY_ERRORS."""
+    """The body, which `read_facts` took, with another value of its model where that stands. Raises BODY_ERRORS."""
     kind = request.head.get(b"content-type") or b""
     if kind[:10].lower() == b"multipart/":
         place = _find_form_model(kind, request.body)
@@ -165,12 +165,12 @@ def _read_headers(facts: RequestFacts, headers: dict[bytes, bytes]) -> None:
 def _split_fields(body: bytes) -> dict[str, msgspec.Raw]:
     """The fields, raw: 30 MiB of `[],[],...` in one of them would become 900 MB of objects, in 2 s.
 
-    None stands twice: the engine may take the other one. Raises UnreadableError, BODY_ERRORS.
+    None stands twice: the engine may take the other one. Raises BODY_ERRORS.
     """
     _keys.clear()
     values = dict(zip(_keys, _read_fields(body).values(), strict=True))
     if len(values) < len(_keys):
-        raise UnreadableError(f"two fields of the request body are named {max(_keys, key=_keys.count)!r}")
+        raise msgspec.DecodeError(f"two of its fields are named {max(_keys, key=_keys.count)!r}")
     return values
 
 
