@@ -282,7 +282,7 @@ class Gateway:
         self.loop = Loop(self)
         self.context = GatewayContext(
             config, ReplicaTable(config.models, config.policy), WaitingQueue(config.queue), Pool(world=world),
-            Counters((MODEL,)), hides_key=False, world=world,
+            Counters((MODEL,)), world,
         )  # fmt: skip
         self._api = AdminApi(self.context, cast(Any, None), cast(Any, _Reporter()), cast(Any, None), "token")
         self._probes = LapsedProbes(self.context.replicas, self.context.pool, world)

@@ -297,25 +297,27 @@ async def test_a_gateway_that_is_its_own_upstream_is_noticed() -> None:
         assert rig.gateway._context.counters.n_requests + other.gateway._context.counters.n_requests == 2
 
 
-async def test_engines_hear_nothing_of_proxies_and_clients_nothing_of_engines_addresses() -> None:
+async def test_engines_hear_nothing_of_proxies_and_secrets_and_clients_nothing_of_engines() -> None:
     async def redirect(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         host = seen.head.get(b"host") or b""
-        writer.write(b"HTTP/1.1 307 X\r\nLocation: http://%s/v1/x\r\nContent-Length: 0\r\n\r\n" % host)
+        lines = (
+            b"Set-Cookie: a=b\r\nX-Penstock-Key: k\r\nProxy-Authenticate: Basic\r\nLocation: http://%s/v1/x\r\n" % host
+        )
+        writer.write(b"HTTP/1.1 307 X\r\nContent-Length: 0\r\n%s\r\n" % lines)
         return True
 
-    names = ("X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Whatever", "Forwarded", "X-Real-IP", "X-Private")
+    names = ["X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Whatever", "Forwarded", "X-Real-IP", "X-Private"]
+    names += ["Cookie", "COOKIE", "Authorization", "Proxy-Authorization", "X-Api-Key", "Api-Key", "X-Penstock-Whatever"]
     lines = "".join(f"{name}: 1\r\n" for name in names) + "Connection: keep-alive\r\nConnection: X-Private\r\n"
     async with rig_with(echo) as (_, engine, client):
         assert (await client.post(CHAT, headers=lines).response())[0].status == 200
-        assert {name for name, _ in engine.seen[0].head.headers} == {
-            b"host",
-            b"via",
-            b"x-request-id",
-            b"content-length",
-        }
+        passed = {name for name, _ in engine.seen[0].head.headers}
+        assert passed == {b"host", b"via", b"x-request-id", b"content-length"}
         engine.reply = redirect
         head, _, _ = await client.post(b"{}", "/v1/x/").response()
         assert (head.status, head.get(b"location")) == (307, b"/v1/x")
+        own = {b"date", b"x-request-id", b"x-penstock-replica", b"server-timing", b"content-length"}
+        assert {name for name, _ in head.headers} == own | {b"location"}
     async with Rig(upstreams=(Upstream(engine.url),)) as rig:
         await rig.until(lambda view: bool(view["replicas"]))
         client = await rig.client()

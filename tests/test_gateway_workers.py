@@ -54,7 +54,7 @@ class Worker:
         self.counters, self.queue = Counters(["m"]), WaitingQueue()
         parts = (config, ReplicaTable(models), self.queue, Pool(), self.counters)
         self.accounting = Accounting(config)
-        context = GatewayContext(*parts, hides_key=False)
+        context = GatewayContext(*parts)
         self._reporter = Reporter(context, self.accounting, NewsBoard(config), before)
 
     def count(self, n_requests: int, seconds: float = 0.25) -> None:

@@ -15,16 +15,12 @@ from penstock.gateway.routing.queue import WaitingQueue
 from penstock.gateway.routing.replicas import Replica, ReplicaTable, ResponseOwners
 from penstock.gateway.slow_requests import SlowRequests
 from penstock.gateway.trace_context import TRACEPARENT, Tracer
-from penstock.wire.http1 import HOP_BY_HOP
+from penstock.wire.http1 import HOP_BY_HOP, SECRET
 from penstock.world import REAL, World
 
-# The gateway's own replace the client's: the body is whole, and the engine is another host.
-OWN_HEADERS: Final = frozenset((b"host", b"content-length", b"expect", b"x-request-id", b"x-penstock-replica"))
+# The gateway's own replace the peer's: the body is whole, the engine is another host. Secrets are for one hop.
+OWN_HEADERS: Final = frozenset((b"host", b"content-length", b"expect", b"x-request-id")) | SECRET
 WAKE: Final = b"/admin/wake"
-_DROPPED: Final = (
-    HOP_BY_HOP | OWN_HEADERS | {b"x-penstock-priority", b"x-penstock-progress", b"forwarded", b"x-real-ip"}
-)
-_KEYS: Final = frozenset((b"authorization", b"x-api-key"))
 
 
 class UnderWay(Protocol):
@@ -36,8 +32,7 @@ class UnderWay(Protocol):
 class GatewayContext:
     """State shared by all requests.
 
-    `hides_key`: an engine's log must not hold the client's key. `dropped`: request headers that an engine does not get;
-    `dropped_plain`: and those that let it compress its answer.
+    `dropped`: request headers that an engine does not get; `dropped_plain`: and those that let it compress its answer.
     """
 
     def __init__(
@@ -47,8 +42,6 @@ class GatewayContext:
         queue: WaitingQueue,
         pool: Pool,
         counters: Counters,
-        *,
-        hides_key: bool,
         world: World = REAL,
     ) -> None:
         self.world = world
@@ -59,7 +52,7 @@ class GatewayContext:
         self.needs_key = config.auth == "keys"
         self.allowed_origins = frozenset([origin.encode() for origin in config.allowed_origins])
         self.tracer: Tracer | None = None
-        self.dropped = _DROPPED | _KEYS if hides_key else _DROPPED
+        self.dropped = HOP_BY_HOP | OWN_HEADERS | {b"forwarded", b"x-real-ip"}
         self.dropped_plain = self.dropped | {b"accept-encoding"}
         self.retries = Retries(replicas, counters)
         self.response_owners = ResponseOwners()

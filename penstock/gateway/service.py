@@ -113,10 +113,7 @@ class Gateway:
         facts = f"{socket.gethostname()} {token} {config}"
         via = b"penstock-" + hashlib.sha256(facts.encode()).hexdigest()[:16].encode()
         pool = Pool(engine_key(token) if config.engines_need_key else None, keys, via, world)
-        hides_key = config.auth == "keys" or config.engines_need_key or any(keys.values())
-        self._context = GatewayContext(
-            *(config, replicas, WaitingQueue(config.queue), pool, counters), hides_key=hides_key, world=world
-        )
+        self._context = GatewayContext(config, replicas, WaitingQueue(config.queue), pool, counters, world)
         if config.traces is not None:
             self._context.trace(Tracer(config.traces.sample, os.urandom))
         self._static_upstreams = StaticUpstreams(config.upstreams, replicas, self._context.queue, pool, world)

@@ -36,7 +36,7 @@ HOP_BY_HOP: Final = frozenset(
 
 _PLAIN_CONNECTION: Final = (b"keep-alive", b"close", b"Keep-Alive")
 # Said by a gateway about its own clients: neither engines nor clients may say it for us.
-_OURS: Final = (b"access-control-", b"x-forwarded-")
+_OURS: Final = (b"access-control-", b"x-forwarded-", b"x-penstock-")
 
 _TOKEN: Final = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 _TEXT: Final = rb"[^\x00-\x08\x0a-\x1f\x7f]*"
@@ -47,7 +47,7 @@ _CHUNK_LINE: Final = re.compile(rb"([0-9A-Fa-f]{1,8})(?:;%s)?" % _TEXT)
 # The size lines of the chunks that engines send, one or a few tokens each; others go the long way.
 CHUNK_SIZES: Final = {b"%x" % size: size for size in range(1, 4096)}
 _SPECIAL: Final = frozenset((b"host", b"content-length", b"transfer-encoding", b"connection", b"expect"))
-_SECRET: Final = frozenset(
+SECRET: Final = frozenset(
     (b"authorization", b"cookie", b"proxy-authorization", b"set-cookie", b"x-api-key", b"api-key")
 )
 _MAX_KNOWN: Final = 4096
@@ -181,7 +181,7 @@ def _read_header(line: bytes) -> tuple[bytes, bytes]:
     if field is None:
         raise ProtocolError(400, "malformed header line")
     header = (field.group(1).lower(), field.group(2).strip(b" \t"))
-    if len(line) <= _MAX_KNOWN_BYTES and header[0] not in _SECRET:
+    if len(line) <= _MAX_KNOWN_BYTES and header[0] not in SECRET:
         if len(_known_headers) >= _MAX_KNOWN:
             _known_headers.clear()
         _known_headers[line] = header
@@ -396,7 +396,7 @@ class Heads(Generic[HeadT]):
         # Not a length that does not count (204, 304), and none that would be written in another way.
         is_plain = key is text or (head.length is not None and head.get(b"content-length") == b"%d" % head.length)
         is_short = len(key) <= _MAX_KNOWN_HEAD_BYTES
-        if is_plain and is_short and (self._keeps_secrets or not head.pick(_SECRET)):
+        if is_plain and is_short and (self._keeps_secrets or not head.pick(SECRET)):
             if len(self._heads) >= self._n_max:
                 self._heads.clear()
             self._heads[key] = head
