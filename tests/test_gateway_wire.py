@@ -6,14 +6,15 @@ import asyncio
 import errno
 import json
 import resource
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gateway_rig import CHAT, Client, Rig, echo, rig_with, say, started
+from gateway_rig import CHAT, Client, Gate, Rig, echo, rig_with, say, started
 from virtual_loop import advance, loop
+from virtual_network import VirtualSocket
 
 from penstock.errors import UserError
 from penstock.gateway.connections import listener
@@ -102,13 +103,55 @@ async def test_bodies_that_are_arriving_have_one_budget(monkeypatch: pytest.Monk
         assert public._n_body_bytes == 0
 
 
-async def test_connections_over_the_limit_are_told_and_closed() -> None:
-    async with Rig(limits=Limits(n_connections=1)) as rig:
-        first, second = await rig.client(), await rig.client()
-        status, error = await second.error()
+async def test_connections_over_the_limit_take_the_place_of_the_longest_idle_or_are_refused() -> None:
+    gate = Gate(b"", b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+    async with Rig(limits=Limits(n_connections=3)) as rig:
+        await rig.engine(gate.reply)
+        busy, silent, used = [await rig.client() for _ in range(3)]
+        busy.post(CHAT)
+        await gate.reached.wait()
+        for client in (silent, used):
+            await advance(1.0)
+            assert (await client.get("/health").response())[0].status == 200
+        for closed in (silent, used):
+            fresh = await rig.client()
+            assert await closed.is_closed()
+            fresh.post(CHAT)
+            await advance(0.1)
+        status, error = await (await rig.client()).error()
         assert (status, error["code"]) == (503, "overloaded")
-        assert (await first.get("/health").response())[0].status == 200
-        first.writer.close()
+        gate.opened.set()
+        assert (await busy.response())[0].status == 200
+
+
+@pytest.mark.parametrize(
+    ("addresses", "n_open"),
+    [
+        (("192.0.2.1",) * 9, 2),  # half of the limit
+        (("192.0.2.1", "192.0.2.2") * 2, 4),
+        ([f"2001:db8::{number}" for number in range(9)], 2),  # one client has a network of 64 bits
+        ([f"2001:db8:0:{number}::1" for number in range(4)], 4),
+        (("::ffff:192.0.2.1", "192.0.2.1", "::ffff:192.0.2.1"), 2),
+        *(((address,) * 9, 4) for address in ("127.0.0.1", "::1", "::ffff:127.0.0.1")),  # a proxy on this machine
+    ],
+)
+async def test_no_address_takes_the_places_of_others(
+    addresses: Sequence[str], n_open: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Rig(limits=Limits(n_connections=4)) as rig:
+        clients = []
+        for address in addresses:
+            monkeypatch.setattr(VirtualSocket, "getpeername", lambda _, address=address: (address, 1))
+            clients.append(await rig.client())
+            await advance(0.1)
+        assert len(rig.gateway.public._connections) == n_open
+        for client in clients[:-n_open]:
+            assert await client.is_closed()
+        for client in clients[-n_open:]:
+            assert (await client.get("/health").response())[0].status == 200
+            client.writer.write(b"GET")  # it is not idle
+        await advance(0.1)
+        assert (await (await rig.client()).error())[0] == 503
 
 
 async def test_a_full_table_of_files_is_not_the_replicas_failure(monkeypatch: pytest.MonkeyPatch) -> None:

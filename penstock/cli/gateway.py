@@ -31,6 +31,7 @@ _BOUNDS: dict[str, tuple[str, str, Callable[[str], object], str, str]] = {
     "--max-headers": ("limits", "n_headers", _amount, "N", "header lines (default: 100)"),
     "--max-body-bytes": ("limits", "body_bytes", _amount, "N", "of a request's body (default: 33554432)"),
     "--max-connections": ("limits", "n_connections", _amount, "N", "of clients, per worker (default: 16384)"),
+    "--max-connections-per-address": ("limits", "n_connections_per_address", _amount, "N", "of one (default: half)"),
     "--idle-timeout": ("limits", "idle_s", arguments.seconds, "SECONDS", "between requests (default: 120)"),
     "--header-timeout": ("limits", "head_s", arguments.seconds, "SECONDS", "for a head to come (default: 20)"),
     "--body-timeout": ("limits", "body_s", arguments.seconds, "SECONDS", "between pieces of a body (default: 30)"),
@@ -95,8 +96,7 @@ def register(sub: argparse.ArgumentParser) -> None:
     add("--traces", type=_traces, metavar="URL", help=text)
     add("--admin", metavar="ADDRESS", help="admin address: HOST:PORT or unix:/path (needs its token)")
     add("--admin-token-file", metavar="FILE", help="the token of admin calls and /metrics; a file of mode 600")
-    text = "a request's wait for an engine"
-    add("--hold", type=arguments.seconds, default=60.0, metavar="SECONDS", dest="hold_s", help=text)
+    add("--hold", type=arguments.seconds, default=60.0, metavar="SECONDS", dest="hold_s", help="to wait for an engine")
     text = "to finish requests after SIGTERM"
     add("--drain", type=arguments.seconds, default=30.0, metavar="SECONDS", dest="drain_s", help=text)
     for option, (_, _, read, metavar, text) in _BOUNDS.items():

@@ -41,7 +41,7 @@ class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits of one client. `n_connections` is per worker.
+    """Limits of one client. `n_connections` is per worker; those of an address are half of that where none are given.
 
     `idle_s`: between requests; `head_s`: for a request's head; `body_s`: between two pieces of its body; `stall_s`: a
     client that reads nothing; `total_s`: from a request's first byte to the end of its answer.
@@ -51,6 +51,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     n_headers: int = 100
     body_bytes: int = 32 * MIB
     n_connections: int = 16_384
+    n_connections_per_address: int | None = None
     idle_s: float = 120.0
     head_s: float = 20.0
     body_s: float = 30.0

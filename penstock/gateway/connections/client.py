@@ -93,12 +93,10 @@ class Acceptor(Protocol):
     now: Callable[[], float]
     unix: Callable[[], float]
 
-    @property
-    def is_full(self) -> bool: ...
     def reserve(self, n_bytes: int, /) -> bool: ...
     def give_back(self, n_bytes: int, /) -> None: ...
     def new_request_id(self) -> bytes: ...
-    def add(self, connection: ClientConnection, /) -> None: ...
+    def add(self, connection: ClientConnection, /) -> bool: ...
     def remove(self, connection: ClientConnection, /) -> None: ...
 
 
@@ -128,8 +126,7 @@ class ClientConnection(asyncio.Protocol):
         self._is_paused = False
         self.request_id = b""
         self.is_gone = False
-
-    _address: str | None = None
+        self.address = ""  # where the client connects from; empty for a Unix socket
 
     # The transport's side.
 
@@ -137,8 +134,9 @@ class ClientConnection(asyncio.Protocol):
         # A cast, because uvloop's transports are not subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        self._listener.add(self)
-        if self._listener.is_full:
+        peer = transport.get_extra_info("peername")
+        self.address = str(peer[0]) if isinstance(peer, tuple) else ""
+        if not self._listener.add(self):
             self._refuse(error_answer(503, "too many connections", "overloaded", headers=_RETRY_SOON))
 
     def data_received(self, data: bytes) -> None:
@@ -183,14 +181,6 @@ class ClientConnection(asyncio.Protocol):
     def keeps_alive(self) -> bool:
         """Whether the connection may serve another request after this one."""
         return self._head is not None and self._head.keeps_alive and not self._listener.is_draining
-
-    @property
-    def address(self) -> str:
-        """Where the client connects from; empty for a Unix socket."""
-        if self._address is None:
-            peer = self._transport.get_extra_info("peername")
-            self._address = str(peer[0]) if isinstance(peer, tuple) else ""
-        return self._address
 
     def read_from(self, source: Source | None) -> None:
         """Pauses `source` while this client reads slower than the response comes."""
@@ -240,19 +230,22 @@ class ClientConnection(asyncio.Protocol):
     # The listener's side.
 
     @property
-    def is_busy(self) -> bool:
-        return self._phase == "busy"
+    def idle_since(self) -> float | None:
+        """None unless it waits for a request."""
+        return self._phase_at if self._phase == "idle" else None
 
     def close_if_idle(self) -> None:
         if self._phase == "idle":
             self._close()
 
-    def cut(self) -> None:
-        """Time is over: the handler's work is cancelled and ends its response as honestly as it can."""
+    def cut(self) -> bool:
+        """Time is over: the handler's work ends its response as honestly as it can. Whether there was a request."""
+        was_busy = self._phase == "busy"
         if self.work is not None:
             self.work.cancel()
         elif self._phase != "lingering":
             self._close()
+        return was_busy
 
     def abort(self) -> None:
         self._transport.abort()
@@ -361,9 +354,7 @@ class ClientConnection(asyncio.Protocol):
         n_new = self._n_body_bytes - FREE_BODY_BYTES - self._n_reserved_bytes
         if n_new > 0:
             if not self._listener.reserve(n_new):
-                self._refuse(
-                    error_answer(503, "too many large requests are arriving", "overloaded", headers=_RETRY_SOON)
-                )
+                self._refuse(error_answer(503, "too many large bodies arrive", "overloaded", headers=_RETRY_SOON))
             elif self._phase == "body":
                 self._n_reserved_bytes += n_new
             else:

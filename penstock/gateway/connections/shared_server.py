@@ -60,18 +60,15 @@ class SharedServer:
         self._has_waited = False
         self._resume()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Accepts what is in the queue, and leaves the socket to the others. Idempotent."""
-        if self._sock.fileno() < 0:
-            return
-        while self._accept():
-            pass
-        if self._pause_timer is not None:
-            self._pause_timer.cancel()
-        self._loop.remove_reader(self._sock.fileno())
-        self._sock.close()
-
-    async def wait_connected(self) -> None:
+        if self._sock.fileno() >= 0:
+            while self._accept():
+                pass
+            if self._pause_timer is not None:
+                self._pause_timer.cancel()
+            self._loop.remove_reader(self._sock.fileno())
+            self._sock.close()
         if self._connecting:
             await asyncio.wait(self._connecting)
 
