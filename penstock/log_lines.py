@@ -14,8 +14,7 @@ from pathlib import Path
 
 from penstock.errors import PenstockError
 
-_POLL_S = 0.2
-_QUEUED_LINES = 10_000
+_POLL_S, _QUEUED_LINES = 0.2, 10_000
 _SIGNS = ("rror", "annot", "ailed")
 
 
@@ -50,13 +49,12 @@ def as_they_come(sources: Sequence[Iterator[str]]) -> Iterator[str]:
     arrived: queue.Queue[str | Exception | None] = queue.Queue(_QUEUED_LINES)
 
     def pump(source: Iterator[str]) -> None:
-        end: Exception | None = None
         try:
             for line in source:
                 arrived.put(line)
+            arrived.put(None)
         except Exception as exc:  # noqa: BLE001 - raised where the lines are read
-            end = exc
-        arrived.put(end)
+            arrived.put(exc)
 
     for source in sources:
         threading.Thread(target=pump, args=(source,), daemon=True).start()
@@ -92,6 +90,8 @@ def file_lines(
             if begun.endswith("\n"):
                 yield begun.rstrip("\n")
                 begun = ""
+            elif stream.tell() > os.fstat(stream.fileno()).st_size:  # it was full, and begins anew
+                stream.seek(0)
             elif was_over:
                 break
             else:

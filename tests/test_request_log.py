@@ -13,6 +13,7 @@ import pytest
 from store_rig import row
 
 from penstock.errors import UserError
+from penstock.gateway import service
 from penstock.gateway.accounting import access_log, span_export
 from penstock.gateway.accounting.access_log import AccessLog, write_lines
 from penstock.gateway.accounting.exchange import Exchange, Record
@@ -240,3 +241,16 @@ def test_headers_of_exports_are_those_of_the_environment() -> None:
     own = {"OTEL_EXPORTER_OTLP_TRACES_HEADERS": "k=v"} | environment
     assert read_headers(own) == {"k": "v"}
     assert read_headers({}) == {}
+
+
+def test_the_gateways_own_log_begins_anew_when_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "gateway.log"
+    monkeypatch.setattr(service, "LOG_BYTES", 5)
+    for mode, texts in (("ab", ("abc", "d\n", "ef\n")), ("wb", ("another ", "program's\n"))):
+        with path.open(mode, buffering=0) as stream:
+            monkeypatch.setattr(service, "_STDERR", stream.fileno())
+            for text in texts:
+                stream.write(text.encode())
+                service.bound_log()
+            kept = (tmp_path / "gateway.log.1").read_text()
+        assert (path.read_text(), kept) == ("ef\n" if mode == "ab" else "another program's\n", "abcd\n")

@@ -188,6 +188,8 @@ def test_a_log_is_read_in_whole_lines(tmp_path: Path) -> None:
     with log.open("a") as stream:
         stream.write("ee\n")
     assert next(followed) == "three"
+    log.write_text("4\n")  # it was full: what it had is in another file
+    assert next(followed) == "4"
 
 
 @pytest.mark.loopback

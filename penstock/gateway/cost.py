@@ -51,7 +51,8 @@ class GpuTime:
         for row in replicas:
             if row.announcement.state in SERVING and row.is_alive(now):  # asleep it holds its GPUs
                 model, gpu_s = row.announcement.model, step_s * self._n_gpus
-                busy_s = gpu_s if _is_busy(row) else 0.0
+                n_running = 0 if (load := row.announcement.load) is None else load.running
+                busy_s = gpu_s if max(row.in_flight, row.load_of_other_workers, n_running) > 0 else 0.0
                 self._totals[model] = _plus(self._totals[model], gpu_s, busy_s)
                 self.slots[slot, model] = _plus(self.slots.get((slot, model), GpuSeconds()), gpu_s, busy_s)
         while len(self.slots) > SLOTS_MAX:
@@ -73,11 +74,6 @@ class GpuTime:
         if self.gpu_hour_usd is not None:
             families.append(("gpu_hour_usd", {(): self.gpu_hour_usd}))
         return families
-
-
-def _is_busy(row: Replica) -> bool:
-    load = row.announcement.load
-    return row.in_flight > 0 or row.load_of_other_workers > 0 or (load is not None and load.running > 0)
 
 
 def _plus(seconds: GpuSeconds, ready: float, busy: float) -> GpuSeconds:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from penstock.gateway import metrics
 from penstock.gateway.config import Address, GatewayConfig
@@ -13,7 +12,7 @@ from penstock.gateway.engine_pages import EnginePages
 from penstock.gateway.metrics import Labels
 from penstock.gateway.request import Request
 from penstock.gateway.responses import http_date
-from penstock.gateway.routing.replicas import Replica, ReplicaTable
+from penstock.gateway.routing.replicas import ReplicaTable
 from penstock.text import MIB
 from penstock.wire.http1 import ResponseHead, write_response_head
 from penstock.world import REAL, World
@@ -98,7 +97,8 @@ class EngineMetrics:
             labels = (("replica", row.name),)
             up[labels], seconds[labels] = float(page is not None), round(took_s, 4)
             if page is not None:
-                pages.add(page, _labels(row, self._config.deployment))
+                place = (("node", row.announcement.host), ("deployment", self._config.deployment))
+                pages.add(page, [label for label in (("replica", row.name), *place) if label[1]])
                 await self._world.pause(0)
         pieces = [metrics.write_metrics([("engine_scrape_up", up), ("engine_scrape_seconds", seconds)], ())]
         for piece in pages.write():
@@ -172,11 +172,6 @@ class _Body:
     def lost(self, error: UpstreamError) -> None:
         if not self.whole.done():
             self.whole.set_exception(error)
-
-
-def _labels(row: Replica, deployment: str) -> Sequence[tuple[str, str]]:
-    labels = (("replica", row.name), ("node", row.announcement.host), ("deployment", deployment))
-    return [label for label in labels if label[1]]
 
 
 def _result(task: asyncio.Task[tuple[bytes, float]] | None, waited_s: float) -> tuple[bytes | None, float]:

@@ -77,7 +77,8 @@ class SiteRule:
         """Why the request is refused. `headers`: those of SITE_HEADERS that it has."""
         host = headers.get(b"host")
         if host is not None and host not in self._known_hosts:  # browsers always send it
-            if not self._is_ours(host):
+            host_name = _read_host(host)
+            if host_name not in self._hosts and not is_local_host(host_name):
                 name = host.decode("latin-1")
                 return f"without keys Host must be loopback or that of an allowed origin, not {name!r}: use keys"
             if len(self._known_hosts) < _MAX_KNOWN_HOSTS:
@@ -90,10 +91,6 @@ class SiteRule:
         if origin is None or not (origin in self._allowed or b"*" in self._allowed or _is_of_this_machine(origin)):
             return f"without keys a page of {(origin or b'another site').decode('latin-1')} may not use the engines"
         return None
-
-    def _is_ours(self, host: bytes) -> bool:
-        name = _read_host(host)
-        return name in self._hosts or is_local_host(name)
 
 
 def preflight_headers(requested: bytes | None) -> Headers:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import hashlib
 import logging
 import math
 import os
 import secrets
+import shutil
 import signal
 import socket
 import ssl
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from penstock.gateway import compiled
 from penstock.gateway.accounting.entry import Accounting
@@ -42,10 +47,13 @@ from penstock.gateway.routing.static_upstreams import LapsedProbes, StaticUpstre
 from penstock.gateway.trace_context import Tracer
 from penstock.gateway.workers.link import ParentLink, WorkerSlot
 from penstock.gateway.workers.reports import Reporter
+from penstock.text import MIB
 from penstock.wire.announcement import engine_key
 from penstock.world import REAL, World
 
 LEASE_CHECK_S = 1.0
+LOG_BYTES = 32 * MIB
+_STDERR = 2
 
 log = logging.getLogger(__name__)
 
@@ -200,11 +208,23 @@ class Gateway:
             log.warning("replica %s: its lease ran out", name)
         self._lapsed_probes.start_due(now)
         self._context.look_after(now)
+        if self._slot is None or self._slot.index == 0:
+            bound_log()
         if self._gpu_time is not None:
             self._gpu_time.tick(now)
         if self._reporter.link is not None:
             self._reporter.link.report()
         self._lease_timer = loop.call_later(LEASE_CHECK_S, self._check_leases)
+
+
+def bound_log() -> None:
+    """Where standard error is a file that is appended to: at LOG_BYTES its lines go to NAME.1, and it begins anew."""
+    status = os.fstat(_STDERR)
+    is_appended = stat.S_ISREG(status.st_mode) and fcntl.fcntl(_STDERR, fcntl.F_GETFL) & os.O_APPEND
+    if is_appended and status.st_size >= LOG_BYTES:
+        with contextlib.suppress(OSError):  # a full disk: it is cut off all the same, since that is what fills it
+            shutil.copyfile(f"/proc/self/fd/{_STDERR}", f"{Path(f'/proc/self/fd/{_STDERR}').readlink()}.1")
+        os.ftruncate(_STDERR, 0)
 
 
 def _replica_table(config: GatewayConfig, totals: Totals) -> ReplicaTable:
