@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -133,6 +135,15 @@ def environment(process: Process) -> dict[str, str]:
     return {}
 
 
+def raise_file_limit() -> int:
+    """Raise the soft limit of this process's open files to the hard one; return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS refuses what is above another limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
 def is_near(pid: int) -> bool:
     """Whether a process is our user's, and sees the files and the processes that we see: it is in no container."""
     entry, own = Path(f"/proc/{pid}"), Path("/proc/self")
@@ -174,11 +185,9 @@ def signal_process(process: Process, number: signal.Signals) -> None:
 
 def wait_gone(processes: Iterable[Process], timeout_s: float) -> list[Process]:
     """Wait until they are gone, at most `timeout_s`; those that still live."""
-    deadline = time.monotonic() + timeout_s
-    left = [process for process in processes if is_alive(process)]
-    while left and time.monotonic() < deadline:
+    deadline, left = time.monotonic() + timeout_s, [*processes]
+    while (left := [process for process in left if is_alive(process)]) and time.monotonic() < deadline:
         time.sleep(0.05)
-        left = [process for process in left if is_alive(process)]
     return left
 
 

@@ -20,6 +20,7 @@ from penstock.errors import UserError
 from penstock.gateway.connections import listener
 from penstock.gateway.connections.client import FREE_BODY_BYTES
 from penstock.gateway.connections.listener import open_socket, open_tls
+from penstock.processes import raise_file_limit
 from penstock.spec.gateway import Limits, Upstream
 from penstock.text import KIB
 
@@ -178,7 +179,7 @@ async def test_a_full_table_of_files_is_not_the_replicas_failure(monkeypatch: py
 
 
 def test_connections_fit_into_the_files_that_are_allowed() -> None:
-    n_files = listener.raise_file_limit()
+    n_files = raise_file_limit()
     assert n_files == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     assert listener.fit_connections(Limits(), 1_000_000).n_connections == Limits().n_connections
     assert listener.fit_connections(Limits(), 1024).n_connections == 384

@@ -31,7 +31,6 @@ from penstock.gateway.connections.listener import (
     fit_connections,
     open_socket,
     open_tls,
-    raise_file_limit,
 )
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.engine_metrics import EngineMetrics
@@ -47,6 +46,7 @@ from penstock.gateway.routing.static_upstreams import LapsedProbes, StaticUpstre
 from penstock.gateway.trace_context import Tracer
 from penstock.gateway.workers.link import ParentLink, WorkerSlot
 from penstock.gateway.workers.reports import Reporter
+from penstock.processes import raise_file_limit
 from penstock.text import MIB
 from penstock.wire.announcement import engine_key
 from penstock.world import REAL, World

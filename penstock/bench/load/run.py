@@ -8,7 +8,6 @@ import gc
 import io
 import itertools
 import math
-import resource
 import signal
 import ssl
 import time
@@ -20,6 +19,7 @@ from typing import BinaryIO
 from penstock.bench.load.connections import REFUSED, TIMEOUT, UNFINISHED, UNREACHABLE, Address, Exchange, Pool
 from penstock.bench.load.exchanges import REQUESTS, ExchangeFile, Raw
 from penstock.bench.load.kernel_timestamps import PreciseTimer
+from penstock.processes import raise_file_limit
 
 LAG_EVERY_S = 0.02
 _TICK_S = 0.5
@@ -340,7 +340,7 @@ def run(
     """
     import uvloop
 
-    _raise_file_limit()
+    raise_file_limit()
     gc.collect()
     gc.freeze()
     gc.disable()  # a collection among a million kept reads stops the loop for tens of milliseconds
@@ -432,10 +432,3 @@ async def _follow(pool: Pool, kind: int, source: Source, outcome: Outcome, has_e
             return
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(has_ended.wait(), source.every_s)
-
-
-def _raise_file_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

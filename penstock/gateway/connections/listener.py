@@ -12,7 +12,6 @@ import ipaddress
 import logging
 import operator
 import os
-import resource
 import socket
 import ssl
 import struct
@@ -200,15 +199,6 @@ def _source_of(address: str) -> str:
     if address in ("", "::1") or address.startswith("127."):
         return ""
     return ipaddress.IPv6Address(address).exploded[:19] if ":" in address else address
-
-
-def raise_file_limit() -> int:
-    """Raises the soft limit of open files to the hard one; returns it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # macOS refuses what is above its own limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        soft = hard
-    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def fit_connections(limits: Limits, n_files: int) -> Limits:
