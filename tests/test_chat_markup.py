@@ -135,7 +135,7 @@ def test_figures_and_errors_are_escaped() -> None:
     html = footer(broken, ("a1",))
     assert "<script" not in html and "<img" not in html
     assert "continue" in acts(html)
-    assert "&lt;b&gt;" in footers.waiting("<b>", 1.0)
+    assert "&lt;b&gt;" in footers.clock("<b>", 1.0)
     assert '"><script' not in footers.images(['data:image/png;base64,"><script>'])
 
 

@@ -94,8 +94,8 @@ def environment(config: PageConfig, before: Mapping[str, str]) -> dict[str, str]
     """
     # https://www.gradio.app/guides/environment-variables
     folder = Path(config.folder)
-    kept = {name: value for name, value in before.items() if not name.startswith("GRADIO_")}
-    settings = {
+    return {
+        **{name: value for name, value in before.items() if not name.startswith("GRADIO_")},
         "GRADIO_ANALYTICS_ENABLED": "False",
         "GRADIO_RUN_HISTORY": "False",
         "GRADIO_TEMP_DIR": str(folder / "uploads"),
@@ -103,7 +103,6 @@ def environment(config: PageConfig, before: Mapping[str, str]) -> dict[str, str]
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
-    return kept | settings
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Literal
 
@@ -16,6 +17,7 @@ from penstock.chat.page import footers
 from penstock.chat.page.markup import Markup, sections, shown
 from penstock.chat.waiting import show_waiting
 from penstock.spec.gateway import Price
+from penstock.text import show_seconds
 from penstock.wire.answers import Chunk, Reply
 from penstock.wire.waiting import Waiting
 
@@ -104,19 +106,16 @@ class GrowingAnswer:
             self._reply = piece
         else:
             self._ttft_s = piece.at_s if self._ttft_s is None else self._ttft_s
-            self._take_chunk(piece)
-
-    def _take_chunk(self, chunk: Chunk) -> None:
-        self.n_chars += len(chunk.text)
-        if chunk.tool_calls:
-            self._turn = replace(self._turn, tool_calls=chunk.tool_calls)
-        elif chunk.is_reasoning:
-            self._new_reasoning += chunk.text
-            self._reasonings.append(chunk.text)
-            self._reasoning_at_s = (self._reasoning_at_s or (chunk.at_s, 0))[0], chunk.at_s
-        else:
-            self._new += chunk.text
-            self._texts.append(chunk.text)
+            self.n_chars += len(piece.text)
+            if piece.tool_calls:
+                self._turn = replace(self._turn, tool_calls=piece.tool_calls)
+            elif piece.is_reasoning:
+                self._new_reasoning += piece.text
+                self._reasonings.append(piece.text)
+                self._reasoning_at_s = (self._reasoning_at_s or (piece.at_s, 0))[0], piece.at_s
+            else:
+                self._new += piece.text
+                self._texts.append(piece.text)
 
     def fail(self, failure: Failure) -> None:
         self._failure, self._end_reason = failure, None
@@ -166,13 +165,9 @@ class GrowingAnswer:
             self._reasoning, self._new_reasoning = "".join(self._reasoning_markup.add(self._new_reasoning)), ""
         boxes = _folds(self._turn, self._reasoning, self._reasoning_s(), not self._sections)
         boxes += [Shown("assistant", "text", section, is_growing=True) for section in self._sections]
-        return [*boxes, Shown("assistant", "footer", self._clock(now), is_growing=True)]
-
-    def _clock(self, now: float) -> str:
-        elapsed_s = now - self._began_at
-        if self._ttft_s is not None:
-            return footers.growing(self._ttft_s, elapsed_s)
-        return footers.waiting(show_waiting(self._waiting) if self._waiting else "sending", elapsed_s)
+        words = show_waiting(self._waiting) if self._waiting else "sending"
+        words = words if self._ttft_s is None else f"TTFT {show_seconds(self._ttft_s)}"
+        return [*boxes, Shown("assistant", "footer", footers.clock(words, now - self._began_at), is_growing=True)]
 
     def last_boxes(self, conversation: Conversation, now: float) -> list[Shown]:
         return turn_boxes(conversation, self.turn(now), self._failure)
@@ -210,14 +205,9 @@ def _folds(turn: Turn, reasoning: str, seconds: float | None, is_growing: bool) 
     if reasoning:
         boxes.append(Shown(turn.role, "fold", reasoning, "Reasoning", seconds, is_growing))
     for call in turn.tool_calls:
-        fence = "`" * max(3, _longest_run(call.arguments) + 1)
+        fence = max([*re.findall("`+", call.arguments), "``"], key=len) + "`"
         text = f"{fence}json\n{call.arguments}\n{fence}"
         # One line, judged with what stands before it: alone, a name that begins with a fence would be code.
         title = shown(f"Tool call: {' '.join(call.name.split()) or 'without a name'}")
         boxes.append(Shown(turn.role, "fold", text, title))
     return boxes
-
-
-def _longest_run(text: str) -> int:
-    runs = text.translate({ord(other): " " for other in set(text) if other != "`"}).split()
-    return max(map(len, runs), default=0)

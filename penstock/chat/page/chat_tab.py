@@ -60,10 +60,8 @@ class ChatTab:
 
     def listen(self, blocks: Any) -> None:
         answering = gradio.on(
-            [self.message.submit, self.send.click, self.act.click],
-            self._obey,
-            [self.given, self.order, self.message, *self._panel.components],
-            [self.bot, self.news, self.message],
+            [self.message.submit, self.send.click, self.act.click], self._obey,
+            [self.given, self.order, self.message, *self._panel.components], [self.bot, self.news, self.message],
             js="(...given) => window.penstockChat.orders(...given)",
             show_progress="hidden", concurrency_limit=None, trigger_mode="once", api_visibility="private",
         )  # fmt: skip

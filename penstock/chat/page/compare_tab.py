@@ -13,7 +13,7 @@ from penstock.chat import settings as parameters
 from penstock.chat.page.config import PageConfig
 from penstock.chat.page.markup import shown
 from penstock.chat.page.pacing import StopButton
-from penstock.chat.page.plain_answer import PlainAnswer, grow, model_names, together
+from penstock.chat.page.plain_answer import PlainAnswer, grow, together
 from penstock.chat.page.sessions import visitor
 from penstock.chat.page.upstream import Upstream
 from penstock.chat.settings import Settings
@@ -24,7 +24,6 @@ _Side = tuple[str | None, str, float, int]  # model, system message, temperature
 
 def build(config: PageConfig, upstream: Upstream, latex: list[dict[str, Any]]) -> None:
     """Adds the tab; called in `gradio.Blocks`. `latex`: the delimiters of formulas."""
-
     button = StopButton()
 
     def one(question: str, chosen: _Side, request: Any, stopped: asyncio.Event) -> AsyncGenerator[PlainAnswer, None]:
@@ -47,12 +46,10 @@ def build(config: PageConfig, upstream: Upstream, latex: list[dict[str, Any]]) -
         button.press(request)
 
     async def models(left: str | None, right: str | None, request: gradio.Request) -> list[object]:
-        names = await model_names(upstream, request)
-        first = {"left": names[:1], "right": names[1:2] or names[:1]}
-        chosen = {"left": left, "right": right}
+        names = [card.name for card in await upstream.known_models(visitor(request).key)]
+        chosen = [(left, names[:1]), (right, names[1:2] or names[:1])]
         return [
-            gradio.Dropdown(choices=names, value=chosen[side] if chosen[side] in names or not names else first[side][0])
-            for side in first
+            gradio.Dropdown(choices=names, value=name if name in names else (*first, name)[0]) for name, first in chosen
         ]
 
     with gradio.Tab("Compare", elem_id="penstock-compare") as tab:

@@ -10,12 +10,10 @@ import gradio
 from penstock.chat import settings as parameters
 from penstock.chat.page.config import PageConfig
 from penstock.chat.page.pacing import StopButton
-from penstock.chat.page.plain_answer import PlainAnswer, grow, model_names
+from penstock.chat.page.plain_answer import PlainAnswer, grow
 from penstock.chat.page.sessions import visitor
 from penstock.chat.page.upstream import Upstream
 from penstock.chat.settings import Settings
-
-_MAX_TOKENS = (10, 512, 50)  # least, most, at first
 
 
 def build(config: PageConfig, upstream: Upstream) -> None:
@@ -38,7 +36,7 @@ def build(config: PageConfig, upstream: Upstream) -> None:
         button.press(request)
 
     async def models(chosen: str | None, request: gradio.Request) -> object:
-        names = await model_names(upstream, request)
+        names = [card.name for card in await upstream.known_models(visitor(request).key)]
         return gradio.Dropdown(choices=names, value=chosen if chosen in names or not names else names[0])
 
     with gradio.Tab("Completion", elem_id="penstock-completion") as tab:
@@ -55,8 +53,7 @@ def build(config: PageConfig, upstream: Upstream) -> None:
                 model = gradio.Dropdown(
                     label="Model", value=config.model, choices=[config.model] if config.model else []
                 )
-                low, high, first = _MAX_TOKENS
-                max_tokens = gradio.Slider(low, high, value=first, step=1, label="Max tokens")
+                max_tokens = gradio.Slider(10, 512, value=50, step=1, label="Max tokens")
                 temperature = gradio.Slider(0, 2, value=0, step=0.05, label="Temperature")
                 stops = gradio.Textbox(label="Stop texts, one a line", lines=2)
         inputs = [prompt, model, max_tokens, temperature, stops]

@@ -14,8 +14,7 @@ from penstock.chat.page.config import PageConfig
 from penstock.chat.page.sessions import visitor
 from penstock.chat.page.upstream import Upstream
 from penstock.chat.snippets import api, as_curl, as_python, elsewhere
-from penstock.errors import PenstockError, UserError
-from penstock.wire.model_list import ModelCard
+from penstock.errors import UserError
 
 _EXAMPLE = {"role": "user", "content": "Hello"}
 _ASKED_AGAIN = "This conversation, whose last question is asked again."
@@ -27,7 +26,7 @@ def build(config: PageConfig, upstream: Upstream) -> None:
 
     async def write(current: str | None, address: str, request: gradio.Request) -> list[object]:
         conversation, key = _read(current), visitor(request).key
-        cards = await _cards(upstream, key)
+        cards = await upstream.known_models(key)
         asked = conversation.settings.model if conversation else config.model
         card = next((card for card in cards if asked in (card.name, *card.aliases)), cards[0] if cards else None)
         model = asked or (card.name if card else "MODEL")
@@ -37,11 +36,8 @@ def build(config: PageConfig, upstream: Upstream) -> None:
         return [*texts, *(snippet.text for snippet in others)]
 
     with gradio.Tab("Use it elsewhere", elem_id="penstock-elsewhere") as tab:
-        address = gradio.Textbox(
-            label="Address",
-            value=api(config.gateway),
-            info="As this page reaches the server; change it where your machine uses another.",
-        )
+        info = "As this page reaches the server; change it where your machine uses another."
+        address = gradio.Textbox(label="Address", value=api(config.gateway), info=info)
         gradio.Markdown(_NOTE)
         with gradio.Tabs():
             places = [(name, _ASKED_AGAIN) for name in ("curl", "Python")]
@@ -80,10 +76,3 @@ def _body(conversation: Conversation | None, model: str) -> dict[str, object]:
     if messages[-1]["role"] == "assistant":  # the last question is asked again
         messages.pop()
     return {"model": model, "messages": messages, **parameters.fields(conversation.settings), "stream": True}
-
-
-async def _cards(upstream: Upstream, key: str | None) -> tuple[ModelCard, ...]:
-    try:
-        return await upstream.models(key)
-    except PenstockError:
-        return ()

@@ -12,23 +12,14 @@ from html import escape
 from penstock.chat import statistics
 from penstock.chat.conversation import Turn
 from penstock.chat.failures import Failure
-from penstock.text import show_seconds
 
 _CUT_OFF = ("length", statistics.STOPPED, statistics.UNFINISHED)
 _GO_ON = "Let the model go on where the answer ends"
 
 
-def waiting(words: str, elapsed_s: float) -> str:
+def clock(words: str, elapsed_s: float) -> str:
     """ "in the queue: 3 before you · 4 s"."""
-    return _clock(f"{words} · {elapsed_s:.0f} s")
-
-
-def growing(ttft_s: float, elapsed_s: float) -> str:
-    return _clock(f"TTFT {show_seconds(ttft_s)} · {elapsed_s:.0f} s")
-
-
-def _clock(words: str) -> str:
-    return f'<div class="penstock-foot penstock-clock">{escape(words)}</div>'
+    return f'<div class="penstock-foot penstock-clock">{escape(words)} · {elapsed_s:.0f} s</div>'
 
 
 def footer(turn: Turn, branches: Sequence[str], failure: Failure | None = None, is_open: bool = False) -> str:
@@ -36,12 +27,10 @@ def footer(turn: Turn, branches: Sequence[str], failure: Failure | None = None, 
     is_answer = turn.role == "assistant"
     whose = "answer" if is_answer else "question"
     parts = [_error(turn, failure)] if turn.error else []
+    buttons = [*_branch_buttons(turn, branches, whose), _button("copy", turn.id, "Copy", f"Copy this {whose}")]
     if is_answer:
         figures = statistics.line(turn.statistics) if turn.statistics else ""
         parts.append(f'<span class="penstock-figures">{escape(figures)}</span>')
-    buttons = _branch_buttons(turn, branches, whose)
-    buttons.append(_button("copy", turn.id, "Copy", f"Copy this {whose}"))
-    if is_answer:
         buttons.append(_button("retry", turn.id, "Retry", "Ask again; this answer stays as a branch"))
         if turn.text and not turn.error and turn.finish_reason in _CUT_OFF:
             buttons.append(_button("continue", turn.id, "Continue", _GO_ON))

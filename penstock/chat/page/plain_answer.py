@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from penstock.chat import failures, statistics
 from penstock.chat.page.pacing import batches
 from penstock.chat.page.sessions import visitor
-from penstock.chat.page.upstream import Answer, Upstream
+from penstock.chat.page.upstream import Answer
 from penstock.chat.waiting import show_waiting
 from penstock.errors import PenstockError
 from penstock.spec.gateway import Price
@@ -50,7 +50,10 @@ async def grow(
                             texts.append("" if piece.is_reasoning else piece.text)
                             words = "reasoning" if piece.is_reasoning else "writing"
                         case Reply():
-                            below = _figures(piece, price)
+                            figures = [statistics.line(statistics.of_reply(piece, price))]
+                            if piece.reasoning_s is not None:
+                                figures.append(f"reasoning {show_seconds(piece.reasoning_s)}")
+                            below = _line(" · ".join([*figures, f"{show_seconds(piece.duration_s)} in all"]))
                 text = "".join(texts)
                 texts = [text]
                 yield PlainAnswer(text, below or _line(f"{words} · {time.monotonic() - began_at:.0f} s"))
@@ -86,21 +89,6 @@ async def together(*growing: AsyncGenerator[PlainAnswer, None]) -> AsyncGenerato
         await asyncio.gather(*coming, return_exceptions=True)
         for each in growing:
             await each.aclose()
-
-
-async def model_names(upstream: Upstream, request: Any) -> list[str]:
-    """What /v1/models lists for the visitor; empty while the gateway is away."""
-    try:
-        return [card.name for card in await upstream.models(visitor(request).key)]
-    except PenstockError:
-        return []
-
-
-def _figures(reply: Reply, price: Price | None) -> str:
-    line = statistics.line(statistics.of_reply(reply, price))
-    if reply.reasoning_s is not None:
-        line += f" · reasoning {show_seconds(reply.reasoning_s)}"
-    return _line(f"{line} · {show_seconds(reply.duration_s)} in all")
 
 
 def _line(words: str) -> str:

@@ -14,7 +14,7 @@ from penstock.chat.page.config import PageConfig
 from penstock.chat.page.sessions import visitor
 from penstock.chat.page.upstream import Upstream
 from penstock.chat.settings import Settings
-from penstock.errors import PenstockError, UserError
+from penstock.errors import UserError
 from penstock.wire.model_list import ModelCard
 
 _MAX_TOKENS = 32768  # the end of the slider where the server does not say how long the context is
@@ -34,35 +34,27 @@ class Panel:
             value=config.model,
             label="Model",
             allow_custom_value=True,
-            elem_id="penstock-model",
             interactive=True,
+            elem_id="penstock-model",
         )
         self.system = gradio.Textbox(
-            first.system,
-            label="System message",
-            lines=3,
-            max_lines=12,
-            interactive=True,
-            elem_id="penstock-system",
+            first.system, label="System message", lines=3, max_lines=12, interactive=True, elem_id="penstock-system"
         )
         self.has_system = gradio.Checkbox(
-            first.has_system,
-            label="Send the system message",
-            info="Off for models that refuse one.",
+            first.has_system, label="Send the system message", info="Off for models that refuse one.",
             elem_id="penstock-has-system",
-        )
+        )  # fmt: skip
         bound = parameters.bound("max_tokens")
+        # Its end is what a page that was open before a restart may send; `_choices` lowers it.
         self.max_tokens = gradio.Slider(
-            bound.low,
-            bound.high,  # what a page that was open before a restart may send; `_choices` lowers it
-            512,
-            step=1,
-            label=bound.label,
-            info=bound.text,
-            interactive=True,
+            bound.low, bound.high, 512, step=1, label=bound.label, info=bound.text, interactive=True,
             elem_id="penstock-max-tokens",
-        )
-        self.numbers = [_number(name) for name in _NUMBERS]
+        )  # fmt: skip
+        # Text boxes, since Gradio's box for numbers has no empty state: it sends 0.
+        self.numbers = [
+            gradio.Textbox("", label=bound.label, info=bound.text, placeholder="the server's default", max_lines=1)
+            for bound in map(parameters.bound, _NUMBERS)
+        ]
         self.stop = gradio.Textbox("", label="Stop", info="The answer ends before these, one a line.", max_lines=8)
         self.thinking = gradio.Radio(
             ["default", "on", "off"], value="default", label="Thinking", info="Where it can be set."
@@ -80,13 +72,7 @@ class Panel:
             event(self._refresh, both, both, show_progress="hidden", queue=False, api_visibility="private")
 
     async def _refresh(self, request: gradio.Request, chosen: str | None, max_tokens: int) -> list[Any]:
-        return self._choices(await self._cards(request), chosen, max_tokens)
-
-    async def _cards(self, request: gradio.Request) -> tuple[ModelCard, ...]:
-        try:
-            return await self._upstream.models(visitor(request).key)
-        except PenstockError:
-            return ()  # the chip at the top says what is wrong
+        return self._choices(await self._upstream.known_models(visitor(request).key), chosen, max_tokens)
 
     def _choices(self, cards: tuple[ModelCard, ...], chosen: str | None, max_tokens: int) -> list[Any]:
         """The picker and the slider. A model that is not there any more gives way to the first that is."""
@@ -111,7 +97,7 @@ class Panel:
     async def _values(self, request: gradio.Request, settings: Settings) -> list[Any]:
         cards: tuple[ModelCard, ...] = ()
         with contextlib.suppress(TimeoutError):
-            cards = await asyncio.wait_for(self._cards(request), _LIST_S)
+            cards = await asyncio.wait_for(self._upstream.known_models(visitor(request).key), _LIST_S)
         model, max_tokens = self._choices(cards, settings.model or self._config.model, settings.max_tokens or 512)
         figures = [getattr(settings, name) for name in _NUMBERS]
         numbers = ["" if figure is None else f"{figure:.15g}" for figure in figures]
@@ -125,17 +111,11 @@ class Panel:
         """What the components say; `before` keeps what has no component. Raises UserError."""
         model, system, has_system, max_tokens, *numbers, stop, thinking, json_mode = values
         figures = {name: parameters.number(name, text or "") for name, text in zip(_NUMBERS, numbers, strict=True)}
+        stops = tuple(line.replace("\\n", "\n") for line in (stop or "").splitlines() if line)
         settings = replace(
-            before,
-            model=model or None,
-            system=system or None,
-            has_system=bool(has_system),
-            max_tokens=int(max_tokens),
-            stop=tuple(line.replace("\\n", "\n") for line in (stop or "").splitlines() if line),
-            thinking=thinking or "default",
-            json_mode=bool(json_mode),
-            **figures,
-        )
+            before, model=model or None, system=system or None, has_system=bool(has_system), max_tokens=int(max_tokens),
+            stop=stops, thinking=thinking or "default", json_mode=bool(json_mode), **figures,
+        )  # fmt: skip
         for problem in parameters.problems(settings):
             raise UserError(problem.message, hint=problem.hint)
         return settings
@@ -156,11 +136,3 @@ def _label(card: ModelCard) -> str:
     if card.replicas and card.replicas.total > 1:
         words.append(f"{card.replicas.ready} of {card.replicas.total} ready")
     return f"{card.name} ({', '.join(words)})" if words else card.name
-
-
-def _number(name: str) -> Any:
-    """A text box, since Gradio's box for numbers has no empty state: it sends 0."""
-    bound = parameters.bound(name)
-    return gradio.Textbox(
-        "", label=bound.label, info=bound.text, placeholder="the server's default", max_lines=1, interactive=True
-    )

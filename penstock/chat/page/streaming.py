@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator
 
 from msgspec.structs import replace
 
@@ -19,7 +18,6 @@ from penstock.chat.page.answering import GrowingAnswer, Shown, conversation_boxe
 from penstock.chat.page.pacing import batches, pause_s
 from penstock.chat.page.sessions import Visitor
 from penstock.chat.page.upstream import Upstream
-from penstock.chat.settings import Settings
 from penstock.errors import PenstockError
 from penstock.spec.gateway import Price
 
@@ -39,17 +37,22 @@ class Chat:
         self, conversation: Conversation, turn: Turn, visitor: Visitor, stop: asyncio.Event
     ) -> AsyncGenerator[Update, None]:
         """What the page shows while the turn is answered, and from time to time what the browser keeps."""
-        growing, began_at = self._begin(conversation, turn), time.monotonic()
-        is_more = turn.role == "assistant"
-        earlier = conversation_boxes(conversation, turn)
+        began_at, earlier = time.monotonic(), conversation_boxes(conversation, turn)
+        fields = parameters.fields(conversation.settings)
+        if turn.role == "user":
+            begun = Turn(new_id(), turn.id, "assistant", model=conversation.settings.model)
+        else:
+            begun = replace(turn, error=None, finish_reason=None)
+            # vLLM's way to let an answer go on: https://docs.vllm.ai/en/stable/serving/openai_compatible_server.html
+            fields |= {"continue_final_message": True, "add_generation_prompt": False}
+        growing = GrowingAnswer(begun, self._prices, began_at)
         last = growing.boxes(began_at)
         yield [*earlier, *last], conversation
-        pieces = self.upstream.stream_chat(
-            visitor.key, tree.messages(conversation), _fields(conversation.settings, is_more)
-        )
+        pieces = self.upstream.stream_chat(visitor.key, tree.messages(conversation), fields)
         kept_at, self.n_streams = began_at, self.n_streams + 1
         try:
-            async with contextlib.aclosing(batches(pieces, self._pause_s(growing), stop)) as arriving:
+            arriving = batches(pieces, lambda: pause_s(self.n_streams, growing.n_chars), stop)
+            async with contextlib.aclosing(arriving):
                 async for batch in arriving:
                     for piece in batch:
                         growing.take(piece)
@@ -78,26 +81,8 @@ class Chat:
             visitor.refuse_soon(failure.text)
         if not needs_count(failure):
             return failure
-        settings = conversation.settings
-        tokenized = await self.upstream.count(visitor.key, tree.messages(conversation), settings.model)
-        return counted(failure, tokenized, settings.max_tokens)
-
-    def _begin(self, conversation: Conversation, turn: Turn) -> GrowingAnswer:
-        model = conversation.settings.model
-        if turn.role == "user":
-            turn = Turn(new_id(), turn.id, "assistant", model=model)
-        else:
-            turn = replace(turn, error=None, finish_reason=None)
-        return GrowingAnswer(turn, self._prices, time.monotonic())
-
-    def _pause_s(self, growing: GrowingAnswer) -> Callable[[], float]:
-        return lambda: pause_s(self.n_streams, growing.n_chars)
-
-
-def _fields(settings: Settings, is_more: bool) -> dict[str, Any]:
-    fields = parameters.fields(settings)
-    # vLLM's way to let an answer go on: https://docs.vllm.ai/en/stable/serving/openai_compatible_server.html
-    return {**fields, "continue_final_message": True, "add_generation_prompt": False} if is_more else fields
+        model, max_tokens = conversation.settings.model, conversation.settings.max_tokens
+        return counted(failure, await self.upstream.count(visitor.key, tree.messages(conversation), model), max_tokens)
 
 
 def new_id() -> str:

@@ -56,6 +56,13 @@ class Upstream:
             raise http_error(url, response.status_code, response.reason_phrase, response.content)
         return read_models(decode_json(response.content, url), self.base_url)
 
+    async def known_models(self, key: str | None) -> tuple[ModelCard, ...]:
+        """As `models`; none while they cannot be asked for, which the chip at the top of the page explains."""
+        try:
+            return await self.models(key)
+        except PenstockError:
+            return ()
+
     def stream_chat(self, key: str | None, messages: Sequence[Message], fields: Mapping[str, object]) -> Answer:
         """What is waited for, pieces as they come, then one Reply; `fields`: `settings.fields`.
 
@@ -89,7 +96,7 @@ class Upstream:
                 request_id = response.headers.get("x-request-id")
                 if response.status_code >= 400:
                     after = response.headers.get("retry-after")
-                    words = await _head_of(response)
+                    words = await anext(response.aiter_bytes(_ERROR_BYTES), b"")
                     raise http_error(url, response.status_code, response.reason_phrase, words, after, request_id)
                 reader = StreamReader(response.headers.get("x-penstock-replica"), request_id)
                 for waiting in reader.begin():
@@ -124,12 +131,3 @@ class Upstream:
 
 def _authorization(key: str | None) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
-
-
-async def _head_of(response: httpx.Response) -> bytes:
-    words = b""
-    async for data in response.aiter_bytes():
-        words += data
-        if len(words) >= _ERROR_BYTES:
-            break
-    return words
