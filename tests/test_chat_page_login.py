@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import ssl
 import stat
 import types
@@ -18,14 +17,15 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from penstock.chat.page import login
+from penstock.chat.page import sessions
 from penstock.chat.page.config import PageConfig
 from penstock.chat.page.login import Login
-from penstock.chat.page.proxied import as_sent, clean_prefix
-from penstock.chat.page.server import Status, check_number, remove_uploads
+from penstock.chat.page.proxied import Proxies, as_sent, clean_prefix
+from penstock.chat.page.server import Status, check_number
 from penstock.chat.page.sessions import Attempts, Sessions, name_of, visitor
 from penstock.chat.page.upstream import Upstream
 from penstock.errors import PenstockError, UserError
+from penstock.spec.gateway import LOOPBACK
 from penstock.wire.answers import HttpError
 from penstock.wire.model_list import ModelCard
 
@@ -64,7 +64,8 @@ def page(folder: Path, gateway: Gateway, **fields: Any) -> TestClient:
         Route("/login", entrance.log_in, methods=["POST"]),
         Route("/logout", entrance.log_out, methods=["POST"]),
     ]
-    return TestClient(entrance.around(Starlette(routes=routes)), "http://127.0.0.1:7860", follow_redirects=False)
+    app = entrance.around(Starlette(routes=routes))
+    return TestClient(app, "http://127.0.0.1:7860", follow_redirects=False, client=("127.0.0.1", 50000))
 
 
 @pytest.fixture
@@ -100,20 +101,24 @@ def test_a_wrong_key_is_refused_in_words(chat: TestClient) -> None:
         assert answer.status_code == 401 and "letters, digits and dashes only" in answer.text
 
 
-def test_a_right_key_enters_after_any_number_of_wrong_ones(chat: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(login, "_PAUSE_S", 0.0)
-    for index in range(100):  # an address that a client names is no address of another
+@pytest.mark.parametrize("proxies", [(), ("127.0.0.1",)])
+def test_a_right_key_enters_after_any_number_of_wrong_ones(
+    tmp_path: Path, gateway: Gateway, proxies: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "_PAUSE_S", 0.0)
+    chat = page(tmp_path, gateway, trusted_proxies=proxies)
+    for index in range(100):  # an address that a client names is no address of another, that of a proxy is
         headers = {"x-forwarded-for": f"10.0.0.{index}"}
         answer = chat.post("/login", data={"key": f"sk-{index}"}, headers=headers)
-        assert answer.status_code == (401 if index < 10 else 429), index
-    assert "Too many wrong keys" in answer.text
+        assert answer.status_code == (401 if index < 10 or proxies else 429), index
+    assert bool(proxies) != ("Too many wrong keys" in answer.text)
     assert chat.post("/login", data={"key": "sk-alice"}).status_code == 303
 
 
 def test_keys_of_one_address_wait_for_each_other_and_for_no_other_address(
     tmp_path: Path, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(login, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(sessions, "_PAUSE_S", 0.0)
     asked = list[str | None]()
 
     async def models(key: str | None) -> tuple[ModelCard, ...]:
@@ -145,6 +150,13 @@ def test_keys_of_one_address_wait_for_each_other_and_for_no_other_address(
         is_open.set()
         assert (await slow, await left, await waiting) == (401, 400, 303)
         assert asked == ["sk-slow", "sk-bob", "sk-alice"]
+        is_open.clear()
+        flood = [asyncio.create_task(post("sk-slow" if index == 0 else f"sk-{index}", one)) for index in range(500)]
+        right = asyncio.create_task(post("sk-alice", same))
+        is_open.set()
+        assert await right == 303 and set(await asyncio.gather(*flood)) == {401, 429}
+        assert len(asked) == 3 + sessions._MOST_WAITING, "the others were not checked"
+        assert page._attempts._lines == {}
 
     has_begun, is_open = asyncio.Event(), asyncio.Event()
     config = PageConfig("http://g", "127.0.0.1", 7860, str(tmp_path), True)
@@ -240,6 +252,23 @@ def test_behind_a_proxy_the_page_is_where_the_browser_sees_it(tmp_path: Path, ga
     for path in ("/who", "/ui/who"):  # a proxy that takes the prefix off, and one that leaves it
         assert chat.get(path, headers=headers | cookie).text == "sk-alice https://llm.example/ui/who"
     assert "gradio_config.root = location.origin" in chat.get("/ui/", headers=cookie).text
+    stranger = page(tmp_path, gateway, root_path="/ui/", trusted_proxies=("10.0.0.0/8",))
+    forged = headers | {"x-forwarded-prefix": "/evil"}
+    assert stranger.get("/who", headers=forged | cookie).text == "sk-alice http://127.0.0.1:7860/ui/who"
+    assert "Secure" not in stranger.get("/", headers=forged | cookie).headers["set-cookie"]
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded", "client"),
+    [("9.9.9.9", "1.1.1.1", "9.9.9.9"), ("127.0.0.1", "1.1.1.1", "1.1.1.1"), ("::ffff:127.0.0.1", "::1", "::1"),
+     ("127.0.0.1", "6.6.6.6, 1.1.1.1", "1.1.1.1"), ("127.0.0.1", "6.6.6.6, 127.0.0.2", "6.6.6.6"),
+     ("127.0.0.1", "", "127.0.0.1"), ("127.0.0.1", "unknown", "unknown")],
+)  # fmt: skip
+def test_a_client_has_the_address_before_the_last_trusted_proxy(peer: str, forwarded: str, client: str) -> None:
+    headers = [(b"x-forwarded-for", each.encode()) for each in forwarded.split(", ")]
+    scope = {"type": "http", "scheme": "http", "path": "/", "headers": headers, "client": (peer, 1)}
+    sent = as_sent(scope, Proxies(LOOPBACK))
+    assert (sent["client"][0], sent["headers"]) == (client, [])
 
 
 @pytest.mark.parametrize(
@@ -249,19 +278,10 @@ def test_behind_a_proxy_the_page_is_where_the_browser_sees_it(tmp_path: Path, ga
 )
 def test_a_prefix_is_a_path(prefix: str, clean: str) -> None:
     assert clean_prefix(prefix) == clean
-    scope = {"type": "http", "scheme": "http", "path": "/p", "headers": [(b"x-forwarded-prefix", prefix.encode())]}
-    sent = as_sent(scope)
+    headers = [(b"x-forwarded-prefix", prefix.encode())]
+    scope = {"type": "http", "scheme": "http", "path": "/p", "headers": headers, "client": ("127.0.0.1", 1)}
+    sent = as_sent(scope, Proxies(LOOPBACK))
     assert (sent["root_path"], sent["path"], sent["headers"]) == (clean, f"{clean}/p", [])
-
-
-def test_old_uploads_of_a_killed_page_are_removed(tmp_path: Path) -> None:
-    for file, at in ((tmp_path / "a" / "old.png", 10.0), (tmp_path / "b" / "new.png", 30.0)):
-        file.parent.mkdir()
-        file.touch()
-        os.utime(file, (at, at))
-    remove_uploads(tmp_path, before=20.0)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["b", "new.png"]
-    remove_uploads(tmp_path / "none", before=20.0)
 
 
 # ---- sessions --------------------------------------------------------------------------------------------------------
@@ -313,8 +333,11 @@ def test_sessions_without_space_live_in_memory(tmp_path: Path) -> None:
 def test_wrong_keys_are_counted_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.chat.page.sessions._MOST", 3)
     attempts = Attempts(most=2, period_s=60.0)
-    assert [attempts.failed("a", at) for at in (0.0, 10.0, 20.0, 65.0, 126.0)] == [False, False, True, True, False]
-    assert not any(attempts.failed(address, 126.0) for address in "bcde")
+    assert [attempts.failed("a", at) for at in (0.0, 10.0, 20.0, 65.0, 126.0)] == [None, None, 0.1, 0.1, None]
+    assert [attempts.failed("b", 126.0) for _ in range(3)] == [None, None, 0.1]
+    assert attempts.failed("b", 126.0) == pytest.approx(0.2), "one answer each 0.1 s"
+    assert max(attempts.failed("b", 126.0) or 0 for _ in range(200)) == 10.0
+    assert not any(attempts.failed(address, 126.0) for address in "cdef")
     assert len(attempts._failures) == 3
 
 

@@ -48,8 +48,7 @@ def warning(deployment: Deployment, existing: Run | None) -> str | None:
     page, before = deployment.chat_page, None if existing is None else existing.deployment().chat_page
     if page is None:
         return None
-    holds_port = before is not None and before.port == page.port
-    reason = why_absent(page.host, 0 if holds_port else page.port)
+    reason = why_absent(page.host, 0 if before is not None and before.port == page.port else page.port)
     return None if reason is None else f"ui: {reason}"
 
 
@@ -68,7 +67,8 @@ def write_config(run: Run, gateway: str, host: str, port: int, certificate: str 
         gateway, host, port, str(run.ui_folder), has_login, None if key_file is None else str(key_file),
         certificate=run.gateway_file().tls_cert if is_tls and run.gateway_config.exists() else certificate,
         deployment=run.name, title=page.title or run.name, model=model, system=page.system, examples=page.examples,
-        root_path=page.root_path or "", prices={} if price is None else {model: price},
+        root_path=page.root_path or "", trusted_proxies=page.trusted_proxies,
+        prices={} if price is None else {model: price},
     )  # fmt: skip
     write_atomically(run.ui_config, msgspec.json.format(msgspec.json.encode(config), indent=2), mode=0o600)
     return run.ui_config

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from penstock.spec.blocks import Cloudera, Kubernetes, RayCluster, Slurm, Ssh, Vessl
-from penstock.spec.gateway import GatewaySettings, Price
+from penstock.spec.gateway import LOOPBACK, GatewaySettings, Price
 
 TARGETS = ("local", "ssh", "ray", "slurm", "kubernetes", "cloudera", "vessl")
 DEMO_MODEL = "penstock-demo"
@@ -242,8 +242,8 @@ class Ui(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `login`: who opens the page gives a key of the gateway (keys) and is counted under it, or everyone uses a key of the
     deployment's owner (none); absent: keys where the gateway wants keys. `root_path`: the path at which a proxy serves
-    the page. `system`: the system message of new conversations, which people may change. `examples`: questions shown on
-    an empty page.
+    the page. `trusted_proxies`: addresses and networks of proxies whose X-Forwarded headers are believed. `system`: the
+    system message of new conversations, which people may change. `examples`: questions shown on an empty page.
     """
 
     host: str = "127.0.0.1"
@@ -253,6 +253,7 @@ class Ui(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     system: str | None = None
     examples: tuple[str, ...] = ()
     root_path: str | None = None
+    trusted_proxies: tuple[str, ...] = LOOPBACK
 
 
 # cache.weights that is no folder.

@@ -154,6 +154,9 @@ def setting_problems(settings: GatewaySettings, needs_key: bool) -> Iterator[Pro
             yield Problem(f"upstreams[{index}].key_env", "is not the name of an environment variable", hint)
 
 
+LOOPBACK = ("127.0.0.0/8", "::1")
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach the host. Names are not resolved."""
     with contextlib.suppress(ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import ipaddress
 import json
@@ -375,9 +376,7 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
         yield Problem("engine.gpu_memory_utilization", f"{deployment.engine.gpu_memory_utilization} is not in (0, 1]")
     if deployment.hardware.price_file is not None and deployment.hardware.price_per_gpu_hour is not None:
         yield Problem("hardware.price_file", "is given next to hardware.price_per_gpu_hour", "keep one of them")
-    try:
-        ipaddress.ip_network(deployment.hardware.subnet or "::", strict=False)
-    except ValueError:
+    if not _is_network(deployment.hardware.subnet or "::"):
         yield Problem("hardware.network", f'"{deployment.hardware.subnet}" is not a network', "example: 10.9.0.0/16")
     yield from replicas_rules(deployment.replicas)
     if deployment.engine.load != "auto" and any(bare_flag(key) == "load-format" for key in deployment.engine.args):
@@ -416,6 +415,12 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
             yield Problem(kind, f"block given, but target is {deployment.target}", f"set target: {kind}, or remove it")
 
 
+def _is_network(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_network(text, strict=False))
+    return False
+
+
 def _page_rules(deployment: Deployment) -> Iterator[Problem]:
     page, gateway = deployment.chat_page, deployment.gateway
     if page is None:
@@ -429,3 +434,6 @@ def _page_rules(deployment: Deployment) -> Iterator[Problem]:
         yield Problem("ui.login", f'"none" on host {page.host}', hint)
     if page.login == "keys" and gateway.auth == "none":
         yield Problem("ui.login", '"keys", but the gateway has none', "set gateway.auth: keys")
+    for text in page.trusted_proxies:
+        if not _is_network(text):
+            yield Problem("ui.trusted_proxies", f'"{text}" is no address and no network', "example: 10.0.0.0/8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.spec.gateway import Price
+from penstock.spec.gateway import LOOPBACK, Price
 
 
 class PageConfig(msgspec.Struct, frozen=True):
@@ -13,7 +13,7 @@ class PageConfig(msgspec.Struct, frozen=True):
 
     `key_file`: a file with the key that all use, mode 600, which with `has_login` is asked for; None where each gives
     their own, and where none is needed. `folder`: for sessions and uploads, mode 700. `prices`: by model, for the cost
-    of an answer.
+    of an answer. `trusted_proxies`: as in the file.
     """
 
     gateway: str
@@ -30,4 +30,5 @@ class PageConfig(msgspec.Struct, frozen=True):
     has_system: bool = True
     examples: tuple[str, ...] = ()
     root_path: str = ""
+    trusted_proxies: tuple[str, ...] = LOOPBACK
     prices: dict[str, Price] = {}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import html
-import ipaddress
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -18,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 
 from penstock.chat.page.config import PageConfig
-from penstock.chat.page.proxied import as_sent, clean_prefix, is_same_site
+from penstock.chat.page.proxied import Proxies, as_sent, clean_prefix, is_same_site, network_of
 from penstock.chat.page.routes import whole_body
 from penstock.chat.page.sessions import KEPT_S, Attempts, Sessions, Visitor, visitor
 from penstock.chat.page.theme import ICON
@@ -31,7 +29,6 @@ from penstock.wire.model_list import ModelCard
 _MOST_BYTES = 4096
 _PUBLIC = ("/health", "/login")
 _REFUSED = (401, 403)
-_PAUSE_S = 0.1  # after each wrong key of an address that sent many: at most ten a second can be tried from there
 # Gradio's page has inline scripts and styles, and makes functions of the `js` of its events.
 _POLICY = "; ".join((
     "default-src 'self'", "script-src 'self' 'unsafe-inline' 'unsafe-eval'", "style-src 'self' 'unsafe-inline'",
@@ -65,7 +62,7 @@ class Login:
         self._config, self._ask = config, ask
         self._shared_key = read_token(Path(config.key_file), "key") if config.key_file else None
         self._sessions = Sessions(Path(config.folder) / "sessions.json", time.time(), say)
-        self._attempts = Attempts()
+        self._attempts, self._proxies = Attempts(), Proxies(config.trusted_proxies)
         # Browsers give cookies of 127.0.0.1 to all its ports, also to tunnels to pages with the same port elsewhere.
         self._cookie = f"penstock-ui-{config.deployment or config.port}"
         self._page = Path(__file__).with_name("login.html").read_text("utf-8")
@@ -76,15 +73,17 @@ class Login:
         return self._form(self._sessions.why(request.cookies.get(self._cookie)) or "")
 
     async def log_in(self, request: Request) -> Response:
-        key, network = await _key_in(request), _network(request.client.host if request.client else "")
-        # The peer's address counts, since no setting names proxies that could be trusted with another.
-        async with self._attempts.turn(network):
+        body = await whole_body(request, _MOST_BYTES) or b""
+        key = parse_qs(body.decode("latin-1")).get("key", [""])[0].strip()
+        network = network_of(request.client.host if request.client else "")
+        async with self._attempts.turn(network) as is_its_turn:
             if await request.is_disconnected():
                 return Response(status_code=400)
-            reason, status = await self._refusal(key)
-            if status in _REFUSED and self._attempts.failed(network, time.monotonic()):
-                await asyncio.sleep(_PAUSE_S)
-                reason, status = f"{reason} Too many wrong keys came from your address: answers are slow.", 429
+            reason, status = await self._refusal(key) if is_its_turn else ("Your key was not tried: try again.", 429)
+        pause_s = self._attempts.failed(network, time.monotonic()) if status in _REFUSED else None
+        if pause_s is not None:  # its turn is over: a right key does not wait for the answers to wrong ones
+            await asyncio.sleep(pause_s)
+            reason, status = f"{reason} Too many wrong keys came from your address: answers are slow.", 429
         if reason:
             return self._form(reason, status)
         answer = RedirectResponse("./", status_code=303)
@@ -117,19 +116,16 @@ class Login:
             if error.status == 401:
                 return "The gateway does not accept this key: it may be mistyped, expired or revoked.", 401
             if error.status in _REFUSED:
-                return f"The gateway refuses this key: {_words(error)}", error.status
+                words = error.message.partition(f" answered {error.status}: ")[2]  # its own, without the address
+                return f"The gateway refuses this key: {words or error.message}", error.status
             return f"The gateway does not answer as it should: {error.message}", 502
         except PenstockError as error:
             return f"The gateway could not be asked, try again: {error.message}", 503
         return "", 200
 
     def _form(self, reason: str, status: int = 200) -> Response:
-        text = (
-            self._page.replace("{icon}", ICON)
-            .replace("{title}", html.escape(self._config.title))
-            .replace("{reason}", html.escape(reason))
-        )
-        return HTMLResponse(text, status)
+        text = self._page.replace("{icon}", ICON).replace("{title}", html.escape(self._config.title))
+        return HTMLResponse(text.replace("{reason}", html.escape(reason)), status)
 
     # ---- before every request ----------------------------------------------------------------------------------------
 
@@ -137,25 +133,21 @@ class Login:
         """That ASGI application for those who may use it."""
 
         async def call(scope: Any, receive: Any, send: _Send) -> None:
-            if scope["type"] == "lifespan":
-                await app(scope, receive, send)
-                return
-            if scope["type"] != "http":  # a WebSocket: the page has none
-                await send({"type": "websocket.close"})
+            if scope["type"] != "http":
+                if scope["type"] == "lifespan":  # the page has no WebSockets
+                    await app(scope, receive, send)
                 return
             addressed_to = Headers(scope=scope).get("host", "")
-            scope = as_sent(scope, self._config.root_path)
+            scope = as_sent(scope, self._proxies, self._config.root_path)
             send = _with_headers(send)
             refusal = self._admit(scope, addressed_to)
             if refusal is not None:
                 await refusal(scope, receive, send)
             elif scope["path"] == f"{scope['root_path']}/" and scope["method"] == "GET":
-                headers = MutableHeaders(raw=list(scope["headers"]))
-                del headers["accept-encoding"]
-                request = Request(scope)
-                token = request.cookies.get(self._cookie)  # kept for another month, as the session is
-                cookie = [self._cookie_line(request, token)] if token and self._config.has_login else []
-                await app({**scope, "headers": headers.raw}, receive, _with_root(send, cookie))
+                headers = [(name, value) for name, value in scope["headers"] if name != b"accept-encoding"]
+                token = Request(scope).cookies.get(self._cookie)  # kept for another month, as the session is
+                cookie = [self._cookie_line(Request(scope), token)] if token and self._config.has_login else []
+                await app({**scope, "headers": headers}, receive, _with_root(send, cookie))
             else:
                 await app(scope, receive, send)
 
@@ -194,24 +186,6 @@ class Login:
         name = urlsplit(f"//{host}").hostname or ""
         is_known = is_loopback(name) or name.endswith(".localhost") or name == self._config.host
         return is_known or bool(clean_prefix(self._config.root_path))
-
-
-def _words(error: HttpError) -> str:
-    """The server's own, without the address."""
-    return error.message.partition(f" answered {error.status}: ")[2] or error.message
-
-
-async def _key_in(request: Request) -> str:
-    body = await whole_body(request, _MOST_BYTES) or b""
-    return parse_qs(body.decode("latin-1")).get("key", [""])[0].strip()
-
-
-def _network(address: str) -> str:
-    """The /64 of an IPv6 address, since one machine has all of it; else the address."""
-    with contextlib.suppress(ValueError):
-        if ":" in address and not (ip := ipaddress.IPv6Address(address)).ipv4_mapped:
-            return str(ipaddress.IPv6Network((int(ip), 64), strict=False))
-    return address
 
 
 def _with_headers(send: _Send) -> _Send:

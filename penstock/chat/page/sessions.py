@@ -7,15 +7,15 @@ out and a copy of the file opens no session by itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import secrets
 import stat
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -24,6 +24,8 @@ from penstock.paths import write_atomically
 KEPT_S = 30 * 86400.0
 _MOST = 2000  # then the oldest of the key that has most ends, so that nobody can end another's
 _LOGOUT_S = 5.0  # a page that is logged out at once may not have opened the stream that tells it why
+_MOST_WAITING = 100  # keys of one address
+_PAUSE_S, _PAUSE_S_MAX = 0.1, 10.0  # from one answer to a wrong key to the next, of an address that sent too many
 _RENEW_S = 86400.0  # how often the time of a session in use is written
 
 
@@ -90,14 +92,13 @@ class Sessions:
             self._write()
         return name, session.key
 
-    def close(self, name: str, reason: str | None = None) -> None:
+    def close(self, name: str, reason: str) -> None:
         """Idempotent. `reason`: for `why`."""
         if self._sessions.pop(name, None) is None:
             return
-        if reason is not None:
-            self._reasons[name] = reason
-            while len(self._reasons) > _MOST:
-                del self._reasons[next(iter(self._reasons))]
+        self._reasons[name] = reason
+        if len(self._reasons) > _MOST:
+            del self._reasons[next(iter(self._reasons))]
         self._write()
 
     def why(self, token: str | None) -> str | None:
@@ -134,16 +135,33 @@ class Attempts:
     def __init__(self, most: int = 10, period_s: float = 60.0) -> None:
         self._most, self._period_s = most, period_s
         self._failures: dict[str, deque[float]] = {}
-        self._turns = WeakValueDictionary[str, asyncio.Lock]()
+        self._lines: dict[str, list[asyncio.Future[bool]]] = {}
 
-    def turn(self, address: str) -> asyncio.Lock:
-        """Held while a key from that address is checked."""
-        return self._turns.setdefault(address, asyncio.Lock())
+    @contextlib.asynccontextmanager
+    async def turn(self, address: str) -> AsyncIterator[bool]:
+        """For the check of a key from that address; false when so many came after it that it is not checked."""
+        line, turn = self._lines.setdefault(address, []), asyncio.get_running_loop().create_future()
+        line.append(turn)
+        if len(line) == 1:
+            turn.set_result(True)
+        elif len(line) > _MOST_WAITING:  # the newest stays: a flood of wrong keys must not keep a right one out
+            line.pop(1).set_result(False)
+        try:
+            yield await turn
+        finally:
+            if turn in line:
+                line.remove(turn)
+                if not line:
+                    del self._lines[address]
+                elif not line[0].done():
+                    line[0].set_result(True)
 
-    def failed(self, address: str, now: float) -> bool:
-        """Count a wrong key; return whether there were too many."""
+    def failed(self, address: str, now: float) -> float | None:
+        """Count a wrong key; return how many seconds its answer waits where there were too many."""
         times = self._failures[address] = self._failures.pop(address, deque(maxlen=self._most + 1))
-        times.append(now)
+        is_one_too_many = len(times) >= self._most and now - times[-self._most] < self._period_s
+        pause_s = min(max(0.0, times[-1] - now) + _PAUSE_S, _PAUSE_S_MAX) if is_one_too_many else None
+        times.append(now + (pause_s or 0.0))
         if len(self._failures) > _MOST:
             del self._failures[next(iter(self._failures))]
-        return len(times) > self._most and now - times[0] < self._period_s
+        return pause_s
