@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import socket
 
 import pytest
 from chat_page_driver import Chat, People, browser_fixture, cookies_fixture, people_fixture, rig_fixture, violations  # noqa: F401
@@ -197,3 +199,24 @@ def test_hostile_answer_does_nothing_and_asks_no_other_host(people: People, rig:
     expect(chat.conversation).to_contain_text("The end of it.")
     assert chat.page.evaluate("window.hacked ?? null") is None
     assert chat.page.locator("#penstock-chat :is(script, iframe, form, video, object, embed, link)").count() == 0
+
+
+def test_half_open_connections_cut_nobodys_answer_and_keep_nobody_out(people: People, rig: ChatPage) -> None:
+    gate = Gate()
+    rig.answers["long"] = Answer(("Once upon a time", gate, " and ever after"))
+    chat, process = people.chat(), rig.process
+    chat.ask("long", "Once upon a time")
+    with contextlib.ExitStack() as strangers:
+        for index in range(1500):
+            peer = strangers.enter_context(socket.create_connection(("127.0.0.1", rig.port)))
+            peer.sendall(
+                (b"", b"GET / HTTP/1.1\r\nhost: h\r\n", b"POST /login HTTP/1.1\r\ncontent-length: 9\r\n\r\nk")[
+                    index % 3
+                ]
+            )
+        other = people.chat(is_logged_in=False, url=f"{rig.url}#key={rig.make_key('dora')}")
+        other.ask_and_wait("hello")
+        gate.open()
+        chat.wait_answered()
+    assert chat.leaf["text"] == "Once upon a time and ever after"
+    assert rig.process is process and process is not None and process.poll() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -11,8 +12,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
+from virtual_loop import advance
 
 from penstock.chat.page import export, routes
+from penstock.chat.page.export import Converter
 from penstock.chat.page.routes import UsedRoutes
 from penstock.chat.page.sessions import Visitor
 
@@ -48,6 +51,9 @@ def test_what_the_page_uses_is_there(chat: TestClient, path: str) -> None:
 )  # fmt: skip
 def test_what_the_page_does_not_use_is_not(chat: TestClient, path: str) -> None:
     assert chat.get(f"/gradio_api/{path}").status_code == chat.post(f"/gradio_api/{path}").status_code == 404
+    for method in ("GET", "HEAD", "PUT"):  # gradio has a route for GET; any page could send one
+        answer = chat.request(method, "/logout")
+        assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     for other in ("/monitoring", "/login/", "/manifest.json", "/config%0A", "/x/assets/y"):
         assert chat.get(other).status_code == 404
 
@@ -89,8 +95,14 @@ EXCHANGE = {"messages": [{"role": "user", "content": "why?"}, {"role": "assistan
 
 @pytest.fixture
 def files() -> TestClient:
-    both = (export.conversations, export.markdown)
-    return TestClient(Starlette(routes=[Route(f"/{each.__name__}", each, methods=["POST"]) for each in both]))
+    converter = Converter()
+    both = (converter.conversations, converter.markdown)
+    app = Starlette(routes=[Route(f"/{each.__name__}", each, methods=["POST"]) for each in both])
+
+    async def as_ann(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, "state": {"visitor": Visitor("a", "ann", lambda _: None)}}, receive, send)
+
+    return TestClient(as_ann)
 
 
 def test_a_file_becomes_conversations_and_each_of_them_markdown(files: TestClient) -> None:
@@ -111,3 +123,31 @@ def test_a_large_file_is_refused(files: TestClient, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(export, "_MOST_BYTES", 10)
     answer = files.post("/conversations", content=iter([b"123456", b"78901"]))
     assert answer.status_code == 422 and "64 MiB" in answer.json()["message"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("path", ["conversations", "markdown"])
+def test_a_large_file_is_read_by_another_process(files: TestClient, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = files.post(f"/{path}", json=EXCHANGE)
+    monkeypatch.setattr(export, "_SMALL_BYTES", 10)
+    monkeypatch.setattr(export, "convert", None)
+    large = files.post(f"/{path}", json=EXCHANGE)
+    assert (large.status_code, large.text[:60]) == (200, small.text[:60])
+    refused = files.post(f"/{path}", content=b"<html> is no chat")
+    assert refused.status_code == 422 and refused.json()["message"].startswith("cannot ")
+
+
+async def test_each_person_has_one_file_read_at_a_time() -> None:
+    async def receive() -> Any:
+        return await asyncio.Event().wait()
+
+    def request(key: str) -> Request:
+        return Request({"type": "http", "state": {"visitor": Visitor(key, key, lambda _: None)}}, receive)
+
+    converter = Converter()
+    reading = [asyncio.create_task(converter.conversations(request(key))) for key in "abcd"]
+    await advance(0)
+    assert [(await converter.markdown(request(key))).status_code for key in "ae"] == [429, 429]
+    reading.pop().cancel()
+    await advance(0)
+    assert len(converter._readers) == 3

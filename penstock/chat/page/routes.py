@@ -46,14 +46,15 @@ class UsedRoutes:
             await self._app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if not _USED.fullmatch(path):
-            await PlainTextResponse("not found\n", status_code=404)(scope, receive, send)
-            return
         try:
+            if not _USED.fullmatch(path):
+                raise HTTPException(404, "not found")
+            if path == "/logout" and scope["method"] != "POST":  # a link or an image of any page could send a GET
+                raise HTTPException(405, "a session is ended by POST", {"allow": "POST"})
             if path.startswith(_API):
                 receive = await self._own(Request(scope, receive), path)
         except HTTPException as refusal:
-            answer = PlainTextResponse(f"{refusal.detail}\n", status_code=refusal.status_code)
+            answer = PlainTextResponse(f"{refusal.detail}\n", refusal.status_code, refusal.headers)
             await answer(scope, receive, send)
         except ClientDisconnect:
             pass
@@ -94,13 +95,9 @@ async def whole_body(request: Request, n_bytes_max: int) -> bytes | None:
 
 
 def _again(body: bytes, receive: _Receive) -> _Receive:
-    is_given = False
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Any:
-        nonlocal is_given
-        if is_given:
-            return await receive()
-        is_given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return messages.pop() if messages else await receive()
 
     return again
