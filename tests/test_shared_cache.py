@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import http.client
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,13 +20,13 @@ import pytest
 from nodes_rig import Rig
 from samples import demo_plan
 from test_staging import Gateway
-from waiting import until
+from waiting import left_s, until
 
 from penstock import paths, processes
 from penstock.errors import PenstockError
 from penstock.models.fetch_files import Layout
 from penstock.models.sources import Listing, RemoteFile, Source
-from penstock.node import peers, shared_cache
+from penstock.node import file_server, peers, shared_cache
 from penstock.node.file_server import FileServer
 from penstock.node.shared_cache import Holder, SharedCache, key, list_folder
 from penstock.planner import Plan
@@ -333,3 +335,33 @@ def test_a_second_replica_starts_with_what_the_first_compiled(tmp_path: Path, mo
         rig.stop()
         rig.close()
     assert processes.sweep(str(rig.run)) == [], "nothing is left of the nodes"
+
+
+def test_strangers_get_few_connections_for_a_short_time_and_no_link_leads_out(
+    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_server, "WAIT_S", 0.0)
+    folder, secret = tmp_path / "model", tmp_path / "secret"
+    listing = listing_of(folder, {"good": b"1", "linked": b"1", "outside": b"1", "pipe": b"1"})
+    secret.write_bytes(b"1")
+    for name, target in (("linked", folder / "good"), ("outside", secret)):
+        (folder / name).unlink()
+        (folder / name).symlink_to(target)
+    (folder / "pipe").unlink()
+    os.mkfifo(folder / "pipe")
+    key = {"Authorization": f"Bearer {gateway.engine_key}"}
+    with giving(gateway, folder, listing) as server, contextlib.ExitStack() as stack:
+
+        def status(name: str) -> int:
+            with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=left_s())) as asking:
+                asking.request("GET", f"/files/{name}", headers=key)
+                return asking.getresponse().status
+
+        assert [status(name) for name in ("good", "linked", "outside", "pipe")] == [206, 206, 503, 503]
+        strangers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), left_s())) for _ in range(40)
+        ]
+        assert status("good") == 206 and len(server._server.connections) <= file_server._MOST_STRANGERS
+        assert strangers[0].recv(1) == b"", "the oldest gave way"
+        monkeypatch.setattr(file_server, "_STRANGER_S", 0.0)
+        assert strangers[-1].recv(1) == b""

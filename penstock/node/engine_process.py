@@ -51,14 +51,9 @@ class EngineProcess:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_SH)
         self._child = subprocess.Popen(
-            command.argv,
-            env=_environment(command, folder),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            pass_fds=(lock,),
-        )
+            command.argv, env=_environment(command, folder), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(lock,),
+        )  # fmt: skip
         os.close(lock)
         self._reader = threading.Thread(target=self._read, name="engine-output", daemon=True)
         self._reader.start()

@@ -4,21 +4,24 @@
     GET /files/NAME       its bytes, from the first that the header Range names; waits for those that are not here yet
     GET /digests/NAME     its SHA-256, once the file is complete
 
-Every request needs the key of the deployment's engines as a bearer token.
+Every request needs the key of the deployment's engines as a bearer token, and who has sent none gets few threads, for
+a short time. Only regular files below the model's folder are read: a link may lead from one to another, not out of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import math
 import os
 import re
+import socket
 import threading
 import time
 import urllib.parse
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -31,6 +34,8 @@ _POLL_S = 0.02
 WAIT_S = 10.0  # for the next byte of a file; then the connection ends, and the other node looks whom to ask
 _PIECE_BYTES = 4 * MIB
 _IDLE_S = 60.0
+_STRANGER_S = 10.0  # for a connection without the key
+_MOST, _MOST_STRANGERS = 128, 16  # connections: of all nodes, and without the key of one address
 
 
 class FileServer:
@@ -52,12 +57,39 @@ class FileServer:
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
+    daemon_threads, request_queue_size = True, 128
 
     def __init__(self, key: str) -> None:
         super().__init__(("0.0.0.0", 0), _Handler)
         self.authorization = f"Bearer {key}".encode()
         self.given: tuple[Listing, Layout] | None = None
+        self.connections: dict[socket.socket, tuple[str, float]] = {}  # whose, and since when
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        same = [each for each, (address, _) in [*self.connections.items()] if address == client_address[0]]
+        if len(same) >= _MOST_STRANGERS:
+            self._end(same[0])
+        if len(self.connections) < _MOST:
+            self.connections[request] = client_address[0], time.monotonic()
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.connections.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End connections whose request is late. Called twice a second."""
+        for request, (_, since) in [*self.connections.items()]:
+            if time.monotonic() - since > _STRANGER_S:
+                self._end(request)
+
+    def _end(self, request: socket.socket) -> None:
+        """Its thread ends with the next read."""
+        self.connections.pop(request, None)
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, *_: object) -> None:
         """Nothing: a node that hangs up is no error of this one."""
@@ -72,7 +104,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if not hmac.compare_digest(self.headers.get("Authorization", "").encode(), self.server.authorization):
             self._answer(401)
-        elif self.server.given is None:
+            return
+        self.server.connections[self.connection] = "", math.inf  # no stranger's any more
+        if self.server.given is None:
             self._answer(503)
         else:
             self._give(*self.server.given)
@@ -141,7 +175,9 @@ def _open(listing: Listing, layout: Layout, name: str) -> BinaryIO | None:
     """The complete file, or the part of it that is here; a part may become the file between two looks."""
     for path in (layout.folder / name, layout.part(listing, name), layout.folder / name):
         with contextlib.suppress(OSError):
-            return path.open("rb")
+            real, root = path.resolve(strict=True), layout.root.resolve()
+            if real.is_relative_to(root) and real.is_file():
+                return open(real, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))
     return None
 
 

@@ -203,7 +203,8 @@ class Line(Peers):
         """Add what the giver sends of the rest of a file.  Raises OSError of the disk."""
         for piece in self._pieces(giver, name, part.n_bytes):
             part.write(piece)
-        if part.n_bytes < size and any(other.n_bytes > giver.n_bytes for other in self._ahead_of(giver)):
+        ahead = (other for other in self._others() if other.seq and other.place < giver.place)
+        if part.n_bytes < size and any(other.n_bytes > giver.n_bytes for other in ahead):
             self._leave_out(giver)  # it stands still, and others before it do not
 
     def _pieces(self, giver: Member, name: str, offset: int) -> Iterator[memoryview]:
@@ -219,9 +220,6 @@ class Line(Peers):
             return  # it waits for bytes itself
         except (OSError, http.client.HTTPException):
             self._leave_out(giver)
-
-    def _ahead_of(self, giver: Member) -> Iterator[Member]:
-        return (member for member in self._others() if member.seq and member.place < giver.place)
 
     @contextlib.contextmanager
     def _ask(self, giver: Member, path: str, offset: int = 0) -> Iterator[http.client.HTTPResponse]:

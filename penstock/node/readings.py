@@ -36,16 +36,10 @@ class MachineReader:
         received, sent = _network_bytes()
         free, total = self._disk()
         return MachineReading(
-            host=socket.gethostname(),
-            cpu_use=round(cpu_use, 4),
-            n_cpus=psutil.cpu_count(),
-            memory_used_bytes=memory.total - memory.available,
-            memory_total_bytes=memory.total,
-            disk_free_bytes=free,
-            disk_total_bytes=total,
-            received_bytes=received,
-            sent_bytes=sent,
-        )
+            host=socket.gethostname(), cpu_use=round(cpu_use, 4), n_cpus=psutil.cpu_count(),
+            memory_used_bytes=memory.total - memory.available, memory_total_bytes=memory.total,
+            disk_free_bytes=free, disk_total_bytes=total, received_bytes=received, sent_bytes=sent,
+        )  # fmt: skip
 
     def _disk(self) -> tuple[int, int] | tuple[None, None]:
         """Free for this user, and the size without what is kept for root."""
@@ -70,13 +64,10 @@ def _network_bytes() -> tuple[int, int] | tuple[None, None]:
 def answers_as_dcgm(port: int = _DCGM_PORT) -> bool:
     """Whether a DCGM exporter serves its metrics on this port of this machine. Blocks for at most a second."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_DCGM_TIMEOUT_S)
-    try:
+    with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
         connection.request("GET", "/metrics")
         return b"DCGM_FI_" in connection.getresponse().read1(_DCGM_READ_BYTES)
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    return False
 
 
 class Readings:

@@ -111,13 +111,10 @@ class ReplicaReport:
         """Announce how far the model's files are."""
         self._times.enter("fetch", self._world.now())
         fraction = progress.n_bytes / progress.total_bytes if progress.total_bytes else 1.0
-        seen = Progress(
-            f"fetching {progress.done}" + (f", {progress.note}" if progress.note else ""),
-            bytes_per_s=progress.rate_bytes_per_s,
-            eta_s=progress.left_s,
-            fraction=fraction,
+        words = f"fetching {progress.done}" + (f", {progress.note}" if progress.note else "")
+        self._seen = Seen(
+            Progress(words, bytes_per_s=progress.rate_bytes_per_s, eta_s=progress.left_s, fraction=fraction)
         )
-        self._seen = Seen(seen)
         self.announce(self.state)
 
     def ready(self, adapters: tuple[str, ...]) -> None:
@@ -143,6 +140,8 @@ class ReplicaReport:
             self._times.enter("warming", self._world.now())
         self.state = state
         self._ready_file.set(is_ready=state in SERVING)  # a probe must not end one that sleeps
+        # The engine's numbers, with the load that was expected next to what it took.
+        expected = {} if self.loading.expected_s is None else {"load_expected_s": self.loading.expected_s}
         self._announcer.announce(
             Announcement(
                 replica=self._replica,
@@ -162,7 +161,7 @@ class ReplicaReport:
                 started_at=round(self._started_at, 2),
                 ready_after_s=self.ready_after_s,
                 engine=f"{self._plan.engine} {self._plan.engine_version}",
-                measured=self._measured(),
+                measured=self.seen.measured | expected,
                 load=self.load if state == "ready" else None,
                 adapters=self.adapters,
                 nodes=self.nodes,
@@ -173,8 +172,3 @@ class ReplicaReport:
                 carried=self.carried,
             )
         )
-
-    def _measured(self) -> dict[str, float]:
-        """The engine's numbers, with the load that was expected next to what it took."""
-        expected_s = self.loading.expected_s
-        return self.seen.measured | ({} if expected_s is None else {"load_expected_s": expected_s})

@@ -62,14 +62,11 @@ class Stage:
                 line.count()
             show(progress)
 
+        wanted = Wanted(self._launch.cache.allow_pickle, sources.runs_code(self._launch.plan.args), commit)
         return fetch.fetch(
-            source,
-            cache=self._folder(beside),
-            wanted=Wanted(self._launch.cache.allow_pickle, sources.runs_code(self._launch.plan.args), commit),
-            show=on_progress,
+            source, cache=self._folder(beside), wanted=wanted, show=on_progress, peers=line,
             say=lambda text: print(f"penstock: {text}", flush=True),
-            peers=line,
-        )
+        )  # fmt: skip
 
     def close(self) -> None:
         """Remove the copies on scratch, unless another node uses one."""

@@ -100,10 +100,7 @@ class NodeSupervisor:
         """Until a stop (0) or a failed start (1)."""
         self._announcer.start()
         n_failures, backoff = 0, processes.Backoff(1.0, 60.0, _CALM_AFTER_S)
-        while not self.stops:
-            diagnosis = self._run_engine()
-            if diagnosis is None:
-                break
+        while not self.stops and (diagnosis := self._run_engine()) is not None:
             n_failures += 1
             print(f"penstock: {diagnosis.reason}", flush=True)
             is_same = diagnosis.line is not None and diagnosis.reason == self._report.reason
@@ -157,8 +154,7 @@ class NodeSupervisor:
         self._local.use(plan, self._args, self._prerequisites.cache_folder)
         formation: Formation | None = None
         if self._leader is not None:
-            formed = self._form(self._leader)
-            if not isinstance(formed, Formation):
+            if not isinstance(formed := self._form(self._leader), Formation):
                 return formed
             formation = formed
         host, key = "127.0.0.1", self._admin.engine_key
@@ -233,11 +229,9 @@ class NodeSupervisor:
             if self._world.now() >= next_look:  # what it maps, in case that it dies
                 next_look = self._world.now() + _LOOK_EVERY_S
                 self._local.look()
-            code = process.exit_code()
-            if code is not None:
+            if (code := process.exit_code()) is not None:
                 return self._death(process, code)
-            trouble = self._trouble()
-            if trouble is not None:
+            if (trouble := self._trouble()) is not None:
                 return trouble
             if self._world.now() > deadline and client.unreachable is None:
                 limit = show_seconds(self._plan.start_timeout_s)
@@ -272,13 +266,11 @@ class NodeSupervisor:
         next_health, next_metrics = 0.0, 0.0
         while not self.stops:
             # Every tick (0.1 ms): its server lives on for a moment and answers every request with an error.
-            lost = self._loss()
-            if lost:
+            if lost := self._loss():
                 return lost
             now = self._world.now()
             if self._sleeper.is_due(client, now):
-                lost = self._sleeper.run(client, self._loss)
-                if lost:
+                if lost := self._sleeper.run(client, self._loss):
                     return lost
                 next_health = next_metrics = 0.0
                 continue
@@ -341,8 +333,7 @@ class NodeSupervisor:
         client = self._running()[1]
         deadline, n_idle = self._world.now() + self._plan.drain_s, 0
         while self.stops < 2 and self._world.now() < deadline and n_idle < 2:
-            is_busy = client.is_busy()
-            if is_busy is None:  # it died
+            if (is_busy := client.is_busy()) is None:  # it died
                 return
             n_idle = 0 if is_busy else n_idle + 1
             self._wake.clear()
