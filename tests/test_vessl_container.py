@@ -3,6 +3,7 @@ what it tells."""
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -73,6 +74,8 @@ def served() -> Iterator[tuple[Recorder, str]]:
 @pytest.mark.processes
 def test_calls_reach_the_holder_with_the_token_and_wrong_ones_are_refused(served: tuple[Recorder, str]) -> None:
     recorder, url = served
+    port = int(url.rpartition(":")[2])
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]  # silent, and in nobody's way
     for token in (None, "", "wrong", TOKEN[:-1], TOKEN + "x"):
         for path in (PATH, f"{PATH}/end", "/other"):
             with pytest.raises(HttpError, match="401: the admin token is needed"):
@@ -99,7 +102,8 @@ def test_calls_reach_the_holder_with_the_token_and_wrong_ones_are_refused(served
     with pytest.raises(HttpError, match="409: it is starting"):
         client.post_json(f"{PATH}/replicas", Named(("0",)))
     assert recorder.calls == [Desired("up", 2), End(True), Verb(("keys",)), Named(("0",))]
-    port = int(url.rpartition(":")[2])
+    for stranger in strangers:
+        stranger.close()
     with pytest.raises(UserError, match=f"cannot listen on control port 127.0.0.1:{port}"):
         control.listen("127.0.0.1", port, TOKEN, Recorder())
 

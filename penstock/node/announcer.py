@@ -29,12 +29,8 @@ class AdminClient:
     def __init__(self, urls: Sequence[str], token: str, file: Path | None = None) -> None:
         assert urls or file
         self._token, self._file = token, file
-        self._use([] if file else urls)
+        self._urls, self._at = [] if file else list(urls), 0
         self.engine_key = engine_key(token)
-
-    def _use(self, urls: Sequence[str]) -> None:
-        self._urls = list(urls)
-        self._at = 0
 
     def _read_file(self) -> None:
         if self._file is None:
@@ -43,7 +39,7 @@ class AdminClient:
             gateway = msgspec.json.decode(self._file.read_bytes(), type=GatewayAddress)
             urls = [f"http://{address}" for address in gateway.admin]
             if urls != self._urls:
-                self._use(urls)
+                self._urls, self._at = urls, 0
 
     def post_json(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """As `Client.post_json`: the first answer. After a failure the next call tries the next URL."""

@@ -56,14 +56,17 @@ class FileServer:
         self._server.server_close()
 
 
-class _Server(ThreadingHTTPServer):
+class BoundedServer(ThreadingHTTPServer):
+    """Serves `_MOST` connections at most. One is a stranger's until a handler calls `know`: few, for a short time."""
+
     daemon_threads, request_queue_size = True, 128
 
-    def __init__(self, key: str) -> None:
-        super().__init__(("0.0.0.0", 0), _Handler)
-        self.authorization = f"Bearer {key}".encode()
-        self.given: tuple[Listing, Layout] | None = None
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self.connections: dict[socket.socket, tuple[str, float]] = {}  # whose, and since when
+        super().__init__(address, handler)
+
+    def know(self, request: socket.socket) -> None:
+        self.connections[request] = "", math.inf
 
     def process_request(self, request: Any, client_address: Any) -> None:
         same = [each for each, (address, _) in [*self.connections.items()] if address == client_address[0]]
@@ -92,7 +95,14 @@ class _Server(ThreadingHTTPServer):
             request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, *_: object) -> None:
-        """Nothing: a node that hangs up is no error of this one."""
+        """Nothing: a client that hangs up is no error of this process."""
+
+
+class _Server(BoundedServer):
+    def __init__(self, key: str) -> None:
+        super().__init__(("0.0.0.0", 0), _Handler)
+        self.authorization = f"Bearer {key}".encode()
+        self.given: tuple[Listing, Layout] | None = None
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -105,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not hmac.compare_digest(self.headers.get("Authorization", "").encode(), self.server.authorization):
             self._answer(401)
             return
-        self.server.connections[self.connection] = "", math.inf  # no stranger's any more
+        self.server.know(self.connection)
         if self.server.given is None:
             self._answer(503)
         else:

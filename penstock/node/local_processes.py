@@ -160,8 +160,7 @@ class NodeProcesses:
         assert self._ray is not None
         deadline = time.monotonic() + _RAY_HEAD_S
         while not self._is_stopped():
-            code = self._ray.exit_code()
-            if code is not None:
+            if self._ray.exit_code() is not None:
                 return Diagnosis(f"Ray did not start: {self.ray_last_words()}")
             try:
                 socket.create_connection((formation.head.address, formation.ray_port), 1.0).close()

@@ -78,10 +78,8 @@ class Line(Peers):
         deadline = time.monotonic() + _SOURCE_S
         while True:
             self._check_stopped()
-            giver = self._before()
-            if giver is not None:
-                listing = self._ask_listing(giver)
-                if listing is not None:
+            if (giver := self._before()) is not None:
+                if (listing := self._ask_listing(giver)) is not None:
                     return listing
             else:
                 try:
@@ -102,8 +100,7 @@ class Line(Peers):
         size = listing.files[name].size
         while part.n_bytes < size:
             self._check_stopped()
-            giver = self._before()
-            if giver is not None:
+            if (giver := self._before()) is not None:
                 self._givers[name] = giver
                 self._receive(giver, name, size, part)
             else:

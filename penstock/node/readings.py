@@ -43,11 +43,10 @@ class MachineReader:
 
     def _disk(self) -> tuple[int, int] | tuple[None, None]:
         """Free for this user, and the size without what is kept for root."""
-        try:
+        with contextlib.suppress(OSError):
             usage = psutil.disk_usage(str(nearest_existing(self._folder)))
-        except OSError:
-            return None, None
-        return usage.free, usage.used + usage.free
+            return usage.free, usage.used + usage.free
+        return None, None
 
 
 def _network_bytes() -> tuple[int, int] | tuple[None, None]:

@@ -184,8 +184,7 @@ class Sleeper:
 
         thread = self._world.thread(make, "sleep")
         while thread.is_alive() and not self._is_stopped():
-            problem = lost()
-            if problem is not None:
+            if (problem := lost()) is not None:
                 return problem
             thread.join(_TICK_S)
         if not failures:

@@ -11,20 +11,19 @@ import socket
 import threading
 from collections.abc import Mapping
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from socketserver import ThreadingMixIn
-from typing import Any, Protocol, TypeVar
+from http.server import BaseHTTPRequestHandler
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from penstock.errors import PenstockError, UserError
+from penstock.node.file_server import BoundedServer
 from penstock.run_folder import Desired
 from penstock.wire.command import Done, Verb
 from penstock.wire.container import PATH, ContainerView, End, Named
 
 _IDLE_S = 10.0  # that a client may take for each read
 _BODY_BYTES = 64 * 1024
-_AT_ONCE = 32
 T = TypeVar("T")
 
 
@@ -38,15 +37,11 @@ class Holder(Protocol):
     def run_verb(self, verb: Verb) -> Done: ...
 
 
-class ControlServer(ThreadingMixIn, HTTPServer):
-    """Serves from a thread of its own after `start`, until `close`."""
-
-    daemon_threads = True
-    allow_reuse_address = True
+class ControlServer(BoundedServer):
+    """Serves from a separate thread after `start`, until `close`."""
 
     def __init__(self, address: tuple[str, int], token: str, holder: Holder) -> None:
         self.token, self.holder = token, holder
-        self._free = threading.BoundedSemaphore(_AT_ONCE)
         super().__init__(address, _Handler)
 
     def start(self) -> None:
@@ -55,21 +50,6 @@ class ControlServer(ThreadingMixIn, HTTPServer):
     def close(self) -> None:
         self.shutdown()
         self.server_close()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that left; what the holder raised has been answered."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -117,6 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _may(self) -> bool:
         given = (self.headers.get("authorization") or "").encode("utf-8", "replace")
         if hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
+            self.server.know(self.connection)
             return True
         self._refuse(HTTPStatus.UNAUTHORIZED, "the admin token is needed")
         return False

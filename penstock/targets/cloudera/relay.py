@@ -67,7 +67,7 @@ class Relay:
 
     async def _on_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            head = await reader.readuntil(b"\r\n\r\n")
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _CONNECT_S)
             try:
                 opened = asyncio.open_connection(self._host, self._port, ssl=self._tls)
                 above_reader, above = await asyncio.wait_for(opened, _CONNECT_S)
