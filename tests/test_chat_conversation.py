@@ -243,6 +243,7 @@ def test_a_hostile_file_is_refused_or_sound(data: bytes) -> None:
 HOSTILE = {
     "nested": b"[" * 100_000,
     "no json": b"<html>",
+    "many": json.dumps([{"messages": []}] * 10_001).encode(),
     "surrogate": b'"\\ud800',
     "itself": damaged("turns.q0.parent", "a1"),
     "no question": damaged("turns.a1.parent", None),

@@ -60,8 +60,12 @@ def from_json(data: bytes | str, now: float = 0.0) -> list[Conversation]:
         rows = msgspec.json.decode(data)
         if not isinstance(rows, list) or (rows and isinstance(rows[0], dict) and "role" in rows[0]):
             rows = [{"messages": rows} if isinstance(rows, list) else rows]
+        if len(rows) > _TURNS_MAX:  # small ones become ten times as large
+            raise _unsound(f"more than {_TURNS_MAX:,} conversations")
+        has_messages = [isinstance(row, dict) and isinstance(row.get("messages"), list) for row in rows]
         return [
-            _of_request(row, now) if _has_messages(row) else _sound(msgspec.convert(row, Conversation)) for row in rows
+            _of_request(row, now) if is_request else _sound(msgspec.convert(row, Conversation))
+            for row, is_request in zip(rows, has_messages, strict=True)
         ]
     except (msgspec.DecodeError, RecursionError, UnicodeError) as exc:
         reason = "too many levels" if isinstance(exc, RecursionError) else str(exc)
@@ -94,10 +98,6 @@ def _turn_as_markdown(turn: Turn) -> str:
     if turn.text:
         parts.append(_LIKE_HEADING.sub(_ESCAPE, turn.text))
     return "\n\n".join(parts) + "\n"
-
-
-def _has_messages(row: object) -> bool:
-    return isinstance(row, dict) and isinstance(row.get("messages"), list)
 
 
 def _sound(conversation: Conversation) -> Conversation:
