@@ -411,6 +411,51 @@ async def test_keys_and_spending_of_another_process_are_seen(place: str) -> None
             await advance(0.005)
 
 
+def break_step(rig: Rig, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise sqlite3.OperationalError("broken")
+
+    writer = writer_of(ledger_of(rig))
+    steps: dict[str, tuple[object, str, Any]] = {
+        "the store is away": (writer._database, "refresh", fail),
+        "keys cannot be read": (writer._keys, "all", fail),
+        "the revision cannot be read": (writer._keys, "revision", fail),
+        "the thread does nothing": (writer, "turn", lambda *_: None),
+        "the loop gets no message": (writer, "tell", lambda _: None),
+        "the loop cannot take it": (rig.gateway.accounting.keyring, "replace", fail),
+    }
+    monkeypatch.setattr(*steps[fault])
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *("the store is away", "keys cannot be read", "the revision cannot be read", "the thread does nothing"),
+        *("the loop gets no message", "the loop cannot take it"),
+    ],
+)
+async def test_a_revoked_key_ends_whatever_fails(
+    place: str, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = make_key(place)
+    facts: dict[str, Any] = {"store": place, "auth": "keys", "key_hashes": (KEY_HASH,), "keys_stale_s": 30.0}
+    async with rig_with(say(ANSWER), **facts) as (rig, _, _):
+        assert await statuses(rig, secret, 1) == [200]
+        with monkeypatch.context() as patch:
+            break_step(rig, fault, patch)
+            revoke_elsewhere(place, "alice")
+            await advance(12)
+            assert await statuses(rig, secret, 1) == [200]
+            assert "store: its keys are 1" in caplog.text and rig.gateway.accounting.keys_age_s > 10
+            await advance(20)
+            assert await statuses(rig, secret, 1) + await statuses(rig, KEY, 1) == [503, 200], (
+                "those of the config stay"
+            )
+        await advance(2)
+        assert await statuses(rig, secret, 1) == [401], "what was lost comes again"
+        assert "store: its keys are read again" in caplog.text and rig.gateway.accounting.keys_age_s < 2
+
+
 async def test_locked_store_stops_no_request_and_loses_no_row(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.gateway.accounting.store_writer.BUSY_S", 0.01)
     async with rig_with(say(ANSWER), store=place) as (rig, _, client):

@@ -127,6 +127,8 @@ def find_problems(config: GatewayConfig) -> Iterator[Problem]:
             yield Problem(f"key_hashes[{index}]", "not 64 lower-case hex digits")
     if config.hold_s < 0 or config.drain_s < 0:
         yield Problem("hold_s, drain_s", "must not be negative")
+    if config.keys_stale_s < 1:
+        yield Problem("keys_stale_s", "must be at least 1")
     if config.ledger_days is not None and config.ledger_days < 1:
         yield Problem("ledger_days", "must be at least 1, or null for ever")
     if not config.models:

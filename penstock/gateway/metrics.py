@@ -196,7 +196,7 @@ def add_families(parts: Iterable[list[Family]]) -> list[Family]:
             for labels, value in samples.items():
                 before = sums.get(labels)
                 if before is not None:
-                    value = min(before, value) if joined == "least" else before + value
+                    value = (min if joined == "least" else max if joined == "most" else operator.add)(before, value)
                 sums[labels] = value
     return list(families.items())
 

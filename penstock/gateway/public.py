@@ -177,6 +177,9 @@ class Public:
         return None
 
     def _refuse_key(self) -> Answer:
+        if self._accounting.are_keys_stale:
+            message = f"keys cannot be confirmed: the store was last read {self._accounting.keys_age_s:.0f} s ago"
+            return error_answer(503, message, "keys_unconfirmed", headers=((b"retry-after", b"5"),))
         self._accounting.n_unknown_keys += 1
         message = "a valid key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
         return error_answer(401, message, "invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
@@ -192,8 +195,7 @@ class Public:
             return error_answer(400, str(error), "invalid_body")
         name = facts.model
         if name is None and head.method != b"POST":
-            names = parse_qs(head.target.partition(b"?")[2].decode("latin-1")).get("model")
-            name = names[0] if names else None
+            name = next(iter(parse_qs(head.target.partition(b"?")[2].decode("latin-1")).get("model", ())), None)
         match = _RESPONSE_PATH.fullmatch(head.path) if head.path.startswith(b"/v1/responses/") else None
         response_id = facts.response_id or (match.group(1) if match else b"")
         place = self._context.response_owners.find(response_id) if response_id else None

@@ -208,6 +208,7 @@ class Gateway:
             log.warning("replica %s: its lease ran out", name)
         self._lapsed_probes.start_due(now)
         self._context.look_after(now)
+        self.accounting.watch_keys()
         if self._slot is None or self._slot.index == 0:
             bound_log()
         if self._gpu_time is not None:

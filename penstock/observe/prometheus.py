@@ -49,8 +49,10 @@ def config(deployment: Deployment, folder: Path, source: Source) -> str:
             _dcgm(folder),
         ],
     }
-    if deployment.observe.remote_write is not None:
-        facts["remote_write"] = [_remote_write(deployment.observe)]
+    if (remote := deployment.observe.remote_write) is not None:
+        facts["remote_write"] = [{"url": remote.url}]
+        if remote.token_file is not None:
+            facts["remote_write"][0]["authorization"] = {"credentials_file": str(Path(remote.token_file).expanduser())}
     return str(yaml.safe_dump(facts, sort_keys=False))
 
 
@@ -88,14 +90,6 @@ def _limits() -> dict[str, Any]:
         "label_limit": _LABELS,
         "label_value_length_limit": _LABEL_CHARS,
     }
-
-
-def _remote_write(observe: Observe) -> dict[str, Any]:
-    assert observe.remote_write is not None
-    entry: dict[str, Any] = {"url": observe.remote_write.url}
-    if observe.remote_write.token_file is not None:
-        entry["authorization"] = {"credentials_file": str(Path(observe.remote_write.token_file).expanduser())}
-    return entry
 
 
 def targets(deployment: Deployment, addresses: Sequence[str]) -> str:

@@ -280,7 +280,14 @@ def _parts() -> Iterator[_Alert]:
         "min by (deployment) (penstock_store_up{@}) == 0",
         "the store of keys and usage does not answer",
         "For 2 minutes the gateway of {{ $labels.deployment }} could not use its store. It serves the keys that it"
-        " knows; usage waits in memory, and new keys do not work.",
+        " knows until gateway.keys_stale_s; usage waits in memory, and new keys do not work.",
+    )  # fmt: skip
+    yield _Alert(
+        "PenstockKeysLate", "store", "warn", "0s",
+        "max by (deployment) (penstock_store_keys_age_seconds{@}) > 10",
+        "client keys were last read {{ $value | humanizeDuration }} ago",
+        "A gateway of {{ $labels.deployment }} last read its keys {{ $value | humanizeDuration }} ago, so a revoked key"
+        " still works. After gateway.keys_stale_s it refuses them.",
     )  # fmt: skip
     yield _Alert(
         "PenstockUsageLost", "store", "warn", "0s",

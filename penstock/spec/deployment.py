@@ -193,7 +193,7 @@ class GatewaySpec(GatewaySettings, frozen=True, forbid_unknown_fields=True):
     that node's address, and `port` any free one if taken.
     `price` is what the ledger and budgets count. `store` (a file, or a postgresql:// URL for several gateways) holds
     keys and usage; its default is a file in the run's folder. After `ledger_days` a request's row becomes part of its
-    day's sums; `null` keeps it for ever.
+    day's sums; `null` keeps it for ever. Keys that could not be read from it for `keys_stale_s` are refused.
     `hold_s`: how long a request waits for a replica; `drain_s`: how long requests may finish when the gateway stops.
     `workers`: processes on the one port. `policy`: which replica gets a request. `max_in_flight`: requests on one
     replica at a time; further ones wait in the gateway, where the queue is fair between keys; absent, engines queue.

@@ -96,6 +96,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     drain_s: float = 120.0
     store: str | None = None
     ledger_days: int | None = 90
+    keys_stale_s: float = 60.0
     workers: int = 1
     policy: PolicyName = "least-load"
     max_in_flight: int | None = None

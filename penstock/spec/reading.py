@@ -354,7 +354,7 @@ _AT_LEAST = {
     0: r"hardware\.(gpus_per_node|price_per_gpu_hour)|engine\.drain_s|replicas\.(min|idle_s)|workload\.(ttft|tpot)_ms"
     r"|gateway\.(hold_s|drain_s|price\.(input|output|cached))|(gateway|observe|ui)\.port",
     1: r"hardware\.nodes|parallel\.(tensor|pipeline|data)|workload\.(input_tokens|output_tokens|concurrency)"
-    r"|engine\.(max_model_len|start_timeout_s|join_timeout_s|stall_s|sleep\.after_s)|replicas\.max|gateway\.ledger_days",
+    r"|engine\.(max_model_len|start_timeout_s|join_timeout_s|stall_s|sleep\.after_s)|replicas\.max|gateway\.(ledger_days|keys_stale_s)",
 }
 
 

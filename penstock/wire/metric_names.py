@@ -12,7 +12,7 @@ PREFIX = "penstock_"
 
 Kind = Literal["counter", "gauge", "histogram"]
 # Of several workers: the sum, what each of them knows of all (any value does), or the least.
-Joined = Literal["sum", "each", "least"]
+Joined = Literal["sum", "each", "least", "most"]
 
 
 class Metric(NamedTuple):
@@ -55,6 +55,7 @@ METRICS: dict[str, Metric] = {
     "ledger_rows_lost_total": Metric("counter", "Rows that found the queue full, or can never be stored."),
     "store_failures_total": Metric("counter", "Turns of the store that failed."),
     "store_up": Metric("gauge", "Whether the store's last turn worked.", joined="least"),
+    "store_keys_age_seconds": Metric("gauge", "Since the store's keys were last read.", (), "seconds", joined="most"),
     "access_log_lost_total": Metric("counter", "Requests that are missing in the access log."),
     "spans_lost_total": Metric("counter", "Spans that the collector did not take."),
     "key_requests_total": Metric("counter", "Requests in the ledger, by key.", ("key", "model")),
@@ -79,9 +80,7 @@ METRICS: dict[str, Metric] = {
     "controller_age_seconds": Metric("gauge", "Since the controller's last report.", (), "seconds", joined="each"),
     "slo_target_seconds": Metric("gauge", "Promised latencies.", ("metric",), "seconds", joined="each"),
     "build_info": Metric("gauge", "Always 1.", ("version",), joined="each"),
-    "request_hold_seconds": Metric(
-        "histogram", "Waits for a replica, of requests that had to wait.", _MODEL, "seconds"
-    ),
+    "request_hold_seconds": Metric("histogram", "Waits of requests for a replica, not of all.", _MODEL, "seconds"),
     # The promises of `workload` are bounds of these two.
     "time_to_first_token_seconds": Metric(
         "histogram", "From a request to its engine's first byte of a stream.", _SERVED, "seconds"

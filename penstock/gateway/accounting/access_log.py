@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import logging
 import os
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Final
 import msgspec
 
 from penstock.errors import UserError
-from penstock.gateway.accounting.exchange import Exchange, Record, text
+from penstock.gateway.accounting.exchange import Record, text
 from penstock.spec.gateway import STDERR
 from penstock.text import MIB
 
@@ -59,6 +60,7 @@ def write_line(record: Record, second: str, milliseconds: int) -> bytes:
     row, exchange = record
     stream_s = exchange.last_at - exchange.first_at
     gap_ms = stream_s / (row.output_tokens - 1) * 1000 if exchange.streams and row.output_tokens > 1 else None
+    first_s = exchange.first_at - exchange.facts.received_at if exchange.streams and exchange.first_at else None
     line = Line(
         f"{second}.{milliseconds:03d}Z",
         row.request_id,
@@ -74,7 +76,7 @@ def write_line(record: Record, second: str, milliseconds: int) -> bytes:
         row.cached_tokens,
         row.output_tokens,
         round(exchange.hold_s * 1000, 3),
-        _ttft_ms(exchange),
+        first_s and round(first_s * 1000, 3),
         gap_ms and round(gap_ms, 3),
         round(row.duration_ms, 3),
         round(exchange.own_s * 1000, 3),
@@ -82,12 +84,6 @@ def write_line(record: Record, second: str, milliseconds: int) -> bytes:
         exchange.client,
     )
     return _encode(line) + b"\n"
-
-
-def _ttft_ms(exchange: Exchange) -> float | None:
-    if not exchange.streams or not exchange.first_at:
-        return None
-    return round((exchange.first_at - exchange.facts.received_at) * 1000, 3)
 
 
 def write_lines(records: Sequence[Record]) -> list[bytes]:
@@ -159,7 +155,10 @@ class AccessLog:
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         try:
             if _is_at(self._fd, self._place):  # no other worker was faster
-                _rotate(self._place)
+                names = [self._place, *(f"{self._place}.{number}" for number in range(1, MAX_KEPT + 1))]
+                for old, new in reversed([*itertools.pairwise(names)]):
+                    with contextlib.suppress(FileNotFoundError):
+                        Path(old).replace(new)
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         self._reopen()
@@ -179,10 +178,3 @@ def _is_at(fd: int, place: str) -> bool:
         return os.path.samestat(os.fstat(fd), Path(place).stat())
     except FileNotFoundError:
         return False
-
-
-def _rotate(place: str) -> None:
-    for number in range(MAX_KEPT - 1, 0, -1):
-        with contextlib.suppress(FileNotFoundError):
-            Path(f"{place}.{number}").replace(f"{place}.{number + 1}")
-    Path(place).replace(f"{place}.1")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import calendar
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from penstock.spec.gateway import Price
 from penstock.wire.http1 import Headers, RequestHead, ResponseHead, find_header
 from penstock.world import REAL, World
 
+log = logging.getLogger(__name__)
 Watch = BodyWatch | StreamWatch | StreamStrip
 
 # What a path generates: whether a stream of it must be asked for its usage, and what ends each of its tokens' events.
@@ -45,6 +47,7 @@ _NO_PROMPT: Final = frozenset((b"/tokenize", b"/detokenize", b"/v1/audio/transcr
 _CHAT: Final = b"/v1/chat/completions"  # its streams begin with an event that carries the role and no token
 # A request that may be refused for what has ended elsewhere asks again: every gateway tells its own twice a second.
 HELD_S = 1.0
+KEYS_LATE_S = 10.0  # they are read twice a second
 RETAKE_S = 0.02
 OUTPUT_TOKENS = 256  # reserved where the client sets no limit
 BYTES_PER_TOKEN = 4.0  # of a request's body, until a model's own replies tell better
@@ -118,8 +121,11 @@ class Accounting:
         self._prices = config.prices
         self._accounts: dict[str, Account] = {}
         self._submitted_usd: dict[str, float] = {}
-        if self.ledger is not None and self.ledger.store is not None:
-            self._on_news(self.ledger.store.first_news)
+        self._store = self.ledger.store if self.ledger is not None else None
+        self._keys_stale_s = config.keys_stale_s
+        self._are_keys_late = False
+        if self._store is not None:
+            self._on_news(self._store.first_news)
 
     def start(self) -> None:
         if self.ledger is not None:
@@ -134,8 +140,26 @@ class Accounting:
             self.ledger.close()
 
     def find(self, head: RequestHead) -> KeyHolder | None:
-        """The holder of the request's key, if the key is valid now."""
-        return self.keyring.find(credential(head), self.unix())
+        """The holder of the request's key, if the key is valid now, and was in the store not long ago."""
+        holder = self.keyring.find(credential(head), self.unix())
+        return None if holder is not None and holder.is_stored and self.are_keys_stale else holder
+
+    @property
+    def keys_age_s(self) -> float:
+        """Seconds since the store's keys were read and were those in memory; 0 without a store."""
+        return 0.0 if self._store is None else self.now() - self._store.confirmed_at
+
+    @property
+    def are_keys_stale(self) -> bool:
+        return self.keys_age_s > self._keys_stale_s
+
+    def watch_keys(self) -> None:
+        """Logs when the store's keys are late, and when they are read again. Call it once a second, on the loop."""
+        age_s, are_late = self.keys_age_s, self.keys_age_s > KEYS_LATE_S
+        if are_late != self._are_keys_late:
+            state = f"{age_s:.0f} s old; after {self._keys_stale_s:g} s they are refused" if are_late else "read again"
+            log.warning("store: its keys are %s", state)
+        self._are_keys_late = are_late
 
     def open(self, facts: RequestFacts, model: str, holder: KeyHolder | None, body: bytes = b"") -> Entry | None:
         """An entry for a request that is about to be forwarded; None where nothing is counted."""
@@ -152,7 +176,9 @@ class Accounting:
     def over_limit(self, refusal: Refusal, holder: KeyHolder, now: float) -> Answer:
         self.refusals[refusal.kind] += 1
         code, words = _WORDS[refusal.kind]
-        wait_s = refusal.retry_after_s or _until_next_month_s(self.unix())
+        begun = gmtime(self.unix())
+        next_month = (begun.tm_year + begun.tm_mon // 12, begun.tm_mon % 12 + 1, 1, 0, 0, 0)
+        wait_s = refusal.retry_after_s or calendar.timegm(next_month) - self.unix()
         headers = ((b"retry-after", b"%d" % max(1, math.ceil(wait_s))), *holder.quota.headers(now))
         message = f"key {holder.name!r} has used its {words.format(limit=refusal.limit)}"
         return error_answer(429, message, code, headers=headers)
@@ -180,6 +206,14 @@ class Accounting:
         families: list[Family] = [("unknown_keys_total", unknown), ("quota_refusals_total", by_limit)]
         if ledger is None:
             return families
+        if self._store is not None:
+            families += [
+                ("ledger_rows_waiting", {(): self._store.n_waiting}),
+                ("ledger_rows_lost_total", {(): self._store.n_lost}),
+                ("store_failures_total", {(): self._store.n_failures}),
+                ("store_up", {(): int(not self._store.is_failing)}),
+                ("store_keys_age_seconds", {(): self.keys_age_s}),
+            ]
         tokens: dict[Labels, float] = {}
         rows: dict[Labels, float] = {}
         key_requests: dict[Labels, float] = {}
@@ -193,24 +227,20 @@ class Accounting:
                 key_requests[labels] = count.n_requests
                 counts = (("prompt", count.n_prompt), ("cached", count.n_cached), ("output", count.n_output))
                 key_tokens |= {(*labels, ("kind", kind)): n for kind, n in counts}
-        families += [
+        return [
+            *families,
             ("tokens_total", tokens),
             ("ledger_requests_total", rows),
             ("key_requests_total", key_requests),
             ("key_tokens_total", key_tokens),
+            *(ledger.request_log.families() if ledger.request_log is not None else ()),
         ]
-        if (store := ledger.store) is not None:
-            families += [
-                ("ledger_rows_waiting", {(): store.n_waiting}),
-                ("ledger_rows_lost_total", {(): store.n_lost}),
-                ("store_failures_total", {(): store.n_failures}),
-                ("store_up", {(): int(not store.is_failing)}),
-            ]
-        return families if ledger.request_log is None else families + ledger.request_log.families()
 
     def _on_news(self, news: News) -> None:
         if news.keys is not None:
             self.keyring.replace(news.keys, self.now())
+        if self._store is not None:
+            self._store.known = news.revision
         for key_id, quota in self.keyring.quotas().items():
             waiting_usd = self._submitted_usd.get(key_id, 0.0) - news.submitted_usd.get(key_id, 0.0)
             quota.spent_usd = news.spent_usd.get(key_id, 0.0) + waiting_usd
@@ -422,9 +452,3 @@ class Entry:
         if facts.path in _GENERATING:
             n_tokens += (facts.output_tokens_max or OUTPUT_TOKENS) * facts.n_choices
         return min(n_tokens, MAX_TOKENS)
-
-
-def _until_next_month_s(now: float) -> float:
-    begun = gmtime(now)
-    year, month = (begun.tm_year, begun.tm_mon + 1) if begun.tm_mon < 12 else (begun.tm_year + 1, 1)
-    return calendar.timegm((year, month, 1, 0, 0, 0)) - now

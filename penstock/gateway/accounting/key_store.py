@@ -11,6 +11,7 @@ import hashlib
 import math
 import re
 import secrets
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from penstock.paths import read_token, write_atomically
 MAX_SECRETS = 16  # of one key: a script that rotates must not fill the store
 _KEY_BYTES = 32
 _KEY_NAME = re.compile(r"(?!key_)[A-Za-z0-9._@:][A-Za-z0-9._@:\-]{0,63}")
+_models = msgspec.json.Decoder(tuple[str, ...]).decode
 _FAR_FUTURE = 2.0**40  # seconds; years that calendars of programs still write
 
 
@@ -169,19 +171,18 @@ class KeyStore:
 
     def all(self) -> list[ApiKey]:
         """All keys, revoked ones too, oldest first."""
-        secrets_of: dict[str, list[Secret]] = {}
+        secrets_of: defaultdict[str, list[Secret]] = defaultdict(list)
         for key_id, digest, ending, until in self._database.all(
             "SELECT key_id, hash, ending, expires_at FROM api_secrets ORDER BY created_at", ()
         ):
-            secrets_of.setdefault(key_id, []).append(Secret(digest, ending, until))
+            secrets_of[key_id].append(Secret(digest, ending, until))
         rows = self._database.all(
             "SELECT id, name, models, rpm, tpm, concurrency, budget_usd, expires_at, created_at, revoked_at"
-            " FROM api_keys ORDER BY created_at, id",
-            (),
+            " FROM api_keys ORDER BY created_at, id"
         )
         limits = [Limits(msgspec.json.decode(row[2], type=tuple[str, ...]), *row[3:8]) for row in rows]
         return [
-            ApiKey(row[0], row[1], limit, row[8], row[9], tuple(secrets_of.get(row[0], ())))
+            ApiKey(row[0], row[1], limit, row[8], row[9], tuple(secrets_of[row[0]]))
             for row, limit in zip(rows, limits, strict=True)
         ]
 

@@ -42,6 +42,7 @@ class KeyHolder(msgspec.Struct, frozen=True):
     quota: Quota
     models: frozenset[str]  # empty: every model
     secret_until: float
+    is_stored: bool  # in the store, which may revoke it; others are in the config
 
     def may_use(self, *names: str | None) -> bool:
         return not self.models or not self.models.isdisjoint(names)
@@ -75,14 +76,17 @@ class Keyring:
                 quotas[key.id] = known
                 for secret in key.secrets:
                     until = min(secret.expires_at or math.inf, key.limits.expires_at or math.inf)
-                    holder = KeyHolder(key.id, key.name, known[1], frozenset(key.limits.models), until)
+                    holder = KeyHolder(key.id, key.name, known[1], frozenset(key.limits.models), until, is_stored=True)
                     key_hash = bytes.fromhex(secret.hash)
                     by_half[key_hash[:_HALF]] = (key_hash, holder)
         for index, fixed in enumerate(self._fixed):
             key_hash = bytes.fromhex(fixed)
             name = "first" if index == 0 else f"first-{index + 1}"
             unlimited = Quota(name, Limits(), self._totals, now)
-            by_half[key_hash[:_HALF]] = (key_hash, KeyHolder(name, name, unlimited, frozenset(), math.inf))
+            by_half[key_hash[:_HALF]] = (
+                key_hash,
+                KeyHolder(name, name, unlimited, frozenset(), math.inf, is_stored=False),
+            )
         self._by_half, self._quotas, self._known = by_half, quotas, {}
 
     def find(self, authorization: bytes | None, now: float) -> KeyHolder | None:

@@ -44,22 +44,16 @@ class RequestLog:
             self.exporter.send(self._world.now())
 
     def families(self) -> list[Family]:
-        families: list[Family] = []
-        if self.access_log is not None:
-            families.append(("access_log_lost_total", {(): self.access_log.n_lost}))
-        if self.exporter is not None:
-            families.append(("spans_lost_total", {(): self.exporter.n_lost}))
-        return families
+        named = (("access_log_lost_total", self.access_log), ("spans_lost_total", self.exporter))
+        return [(name, {(): part.n_lost}) for name, part in named if part is not None]
 
     def lose(self, n_records: int) -> None:
         """Counts requests that could not be written."""
-        if self.access_log is not None:
-            self.access_log.n_lost += n_records
-        if self.exporter is not None:
-            self.exporter.n_lost += n_records
+        for part in (self.access_log, self.exporter):
+            if part is not None:
+                part.n_lost += n_records
 
     def close(self) -> None:
-        if self.exporter is not None:
-            self.exporter.close()
-        if self.access_log is not None:
-            self.access_log.close()
+        for part in (self.exporter, self.access_log):
+            if part is not None:
+                part.close()

@@ -61,9 +61,7 @@ class SpanWriter:
         start_ns = int(facts.received_at * 1e9) + offset_ns
         end_ns = start_ns + int(row.duration_ms * 1e6)
         first_at = exchange.first_at
-        more: tuple[object, ...] = ()
-        if first_at and exchange.streams:
-            more = (first_at - facts.received_at,)
+        more: tuple[object, ...] = (first_at - facts.received_at,) if first_at and exchange.streams else ()
         has_usual = exchange.sent_at > 0 and first_at > 0 and not exchange.hold_s
         if has_usual:
             moments = (exchange.sent_at, first_at, exchange.last_at)

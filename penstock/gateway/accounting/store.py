@@ -17,6 +17,8 @@ CONNECT_S = 3
 SCHEMA_VERSION = len(MIGRATIONS)
 
 _POSTGRES = ("postgresql://", "postgres://")
+# A server that vanished without a word ends a call after 15 s, not after two hours.
+_ALIVE = {"keepalives_idle": 5, "keepalives_interval": 3, "keepalives_count": 3, "tcp_user_timeout": 15_000}
 _LOCK_NUMBER = 7_361_884  # of PostgreSQL's advisory lock that serialises migrations and changes of keys
 
 
@@ -95,12 +97,14 @@ class Database:
                 needed = self.all("PRAGMA page_count")[0][0] * self.all("PRAGMA page_size")[0][0]
             if stat.st_size < needed:
                 raise PenstockError(f'could not use store "{self.place}": its file was cut short', is_retryable=True)
-            if file != before and before is not None:
+            if file != before:
                 self.close()
                 self._connect()
                 _migrate(self)
+            elif self._connection.in_transaction:  # a rollback has failed: reads would stay in its snapshot
+                self._connection.execute("ROLLBACK")
             self._file, self._n_bytes = file, stat.st_size
-        return before not in (None, file)
+        return file != before
 
     def compact(self) -> None:
         """Returns unused space to the disk. SQLite copies the file and blocks writers; PostgreSQL needs nothing."""
@@ -110,7 +114,8 @@ class Database:
     def _connect(self) -> None:
         path = Path(self.place)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # usage is private
-        is_new = path.stat().st_size == 0
+        stat = path.stat()
+        self._file, is_new = self._file or (stat.st_dev, stat.st_ino), stat.st_size == 0
         self._connection = sqlite3.connect(path, timeout=self._busy_s, isolation_level=None, check_same_thread=False)
         try:
             if is_new:  # a store for several machines keeps its journal
@@ -153,7 +158,7 @@ class _Postgres(Database):
                 "cannot use a PostgreSQL store: psycopg is not installed", hint="pip install 'penstock[postgres]'"
             ) from exc
         self._connection = psycopg.connect(
-            self.place, autocommit=True, connect_timeout=CONNECT_S, options="-c statement_timeout=10000"
+            self.place, autocommit=True, connect_timeout=CONNECT_S, options="-c statement_timeout=10000", **_ALIVE
         )
 
     @contextlib.contextmanager

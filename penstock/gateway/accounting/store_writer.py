@@ -34,11 +34,13 @@ log = logging.getLogger(__name__)
 
 
 class News(msgspec.Struct, frozen=True):
-    """`keys` is None when they did not change; dollars spent this month, and what this process wrote, by key id."""
+    """`keys` is None when they did not change; dollars spent this month, and what this process wrote, by key id.
+    `revision`: which store was open, and the revision of its keys."""
 
     keys: list[ApiKey] | None
     spent_usd: dict[str, float]
     submitted_usd: dict[str, float]
+    revision: tuple[int, int]
 
 
 class StoreWriter:
@@ -54,7 +56,9 @@ class StoreWriter:
         self._batch_rows = MAX_BATCH
         self._is_again = False
         self._submitted_usd: defaultdict[str, float] = defaultdict(float)
-        self._revision = -1
+        self._n_opened = 0
+        self.known: tuple[int, int] | None = None  # the keys that the loop has, set by itself: a message may be lost
+        self.confirmed_at = world.now()  # when these were the newest
         self._last_news: News | None = None
         self.keep_days: int | None = None  # after which a row becomes part of its day's sums; one worker does that
         self._prune_at = 0.0
@@ -103,10 +107,10 @@ class StoreWriter:
                 self._quota_sync.turn(self._usage)
             finally:
                 self._read_news()  # keys must end also while nothing can be written
-            if is_calm and not asked:
-                while not is_awaited() and len(self._rows) < CALM_ROWS:
-                    if not self._usage.unfold_rows():
-                        break
+            until = self._world.now() + PRUNE_S  # then keys are read again
+            while is_calm and not asked and not is_awaited() and self._world.now() < until:
+                if len(self._rows) >= CALM_ROWS or not self._usage.unfold_rows():
+                    break
             self._prune(is_awaited)
             if self.is_failing:
                 log.warning("store: it works again, %d rows wait", self.n_waiting)
@@ -136,7 +140,7 @@ class StoreWriter:
     def _refresh(self) -> None:
         if self._database.refresh():
             log.warning("store: its file was replaced, and is open again")
-            self._revision = -1
+            self._n_opened += 1
             self._quota_sync = QuotaSync(self._writer, self._totals, self._world)
 
     def _try_job(self, job: Job) -> tuple[Any, BaseException | None]:
@@ -194,14 +198,14 @@ class StoreWriter:
                 break
 
     def _read_news(self) -> None:
-        news = self._read()
+        read_at, news = self._world.now(), self._read()
+        if news.keys is None:
+            self.confirmed_at = read_at
         if news != self._last_news or news.keys is not None:
             self._last_news = news
             self.tell(news)
 
     def _read(self) -> News:
-        revision = self._keys.revision()
-        keys = self._keys.all() if revision != self._revision else None
-        spent_usd = self._usage.spend(month_of(self._world.unix()))
-        self._revision = revision
-        return News(keys, spent_usd, dict(self._submitted_usd))
+        revision = self._n_opened, self._keys.revision()
+        keys = self._keys.all() if revision != self.known else None
+        return News(keys, self._usage.spend(month_of(self._world.unix())), dict(self._submitted_usd), revision)

@@ -31,7 +31,6 @@ MAX_HELD_BYTES: Final = 16 * 1024  # an event of more is not the one with the us
 MAX_OPTIONS_BYTES: Final = 1024
 MAX_TOKENS: Final = 10**9  # no request has so many
 
-
 # How a chunk of one event begins, by the length of the whole chunk.
 _CHUNK_BEGINS: Final = {len(line := b"%x\r\n" % size) + size + 2: line + b"data: " for size in range(16, 4096)}
 _NO_BEGIN: Final = b"\0"

@@ -10,10 +10,11 @@ SQLite gets a large batch folded: one MessagePack value, 0.2 us a row; its rows 
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from time import gmtime, strftime
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -49,6 +50,9 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 _COLUMNS = Row.__struct_fields__
+_HAS_ROW = " UNION ALL ".join(
+    f"SELECT 1 FROM {table} WHERE writer = ? AND number = ?" for table in ("requests", "folded_requests")
+)
 _FOLDED = msgspec.msgpack.Decoder(list[Row])
 
 
@@ -88,7 +92,7 @@ class UsageStore:
         if not rows:
             return
         with self._database.writing():
-            if is_again and self._has_row(writer, rows[0].number):
+            if is_again and self._database.all(_HAS_ROW, 2 * (writer, rows[0].number)):
                 return
             if self._database.is_postgres:
                 self._database.execute(_INSERT_POSTGRES, (writer, msgspec.json.encode(rows).decode()))
@@ -216,11 +220,6 @@ class UsageStore:
                 self._database.execute(_INSERT[size], values)
                 begin += size
 
-    def _has_row(self, writer: str, number: int) -> bool:
-        tables = ("requests", "folded_requests")
-        wanted = "SELECT 1 FROM {} WHERE writer = ? AND number = ?"
-        return any(self._database.all(wanted.format(table), (writer, number)) for table in tables)
-
 
 def add_usage(lines: Iterable[Usage]) -> list[Usage]:
     """One line for each group, in order; the cost is that of the lines whose cost is known."""
@@ -228,16 +227,9 @@ def add_usage(lines: Iterable[Usage]) -> list[Usage]:
     for line in lines:
         before = sums.get(line.group, Usage(line.group, 0, 0, 0, 0, 0, 0, None))
         costs = [cost for cost in (before.cost_usd, line.cost_usd) if cost is not None]
-        sums[line.group] = Usage(
-            line.group,
-            before.n_requests + line.n_requests,
-            before.prompt_tokens + line.prompt_tokens,
-            before.cached_tokens + line.cached_tokens,
-            before.output_tokens + line.output_tokens,
-            before.n_estimates + line.n_estimates,
-            before.n_refused + line.n_refused,
-            sum(costs) if costs else None,
-        )
+        counts = map(operator.add, msgspec.structs.astuple(before)[1:-1], msgspec.structs.astuple(line)[1:-1])
+        values: list[Any] = [line.group, *counts, sum(costs) if costs else None]
+        sums[line.group] = Usage(*values)
     return [sums[group] for group in sorted(sums)]
 
 

@@ -23,8 +23,7 @@ def _by_node(title: str, about: str, unit: Unit, *queries: tuple[str, str]) -> P
     return Panel(title, about, unit, "graph", tuple(Query(expr, f"{{{{node}}}} {word}") for expr, word in queries))
 
 
-def _used(thing: str) -> str:
-    return f"{once(f'penstock_node_{thing}_used_bytes')} / {once(f'penstock_node_{thing}_total_bytes')}"
+_MEMORY_USED = f"{once('penstock_node_memory_used_bytes')} / {once('penstock_node_memory_total_bytes')}"
 
 
 _ROWS = Panel(
@@ -117,7 +116,7 @@ _GPUS = (
 
 _NODES = (
     _by_node("CPU", "Share of all CPUs in use.", "share", (once("penstock_node_cpu_utilization_ratio"), "")),
-    _by_node("Memory", "Share that a new process cannot get.", "share", (_used("memory"), "")),
+    _by_node("Memory", "Share that a new process cannot get.", "share", (_MEMORY_USED, "")),
     _by_node(
         "Free disk", "Share of the file system with the node's folder. Below a tenth there is an alert.", "share",
         (f"{once('penstock_node_disk_free_bytes')} / {once('penstock_node_disk_total_bytes')}", ""),
