@@ -55,15 +55,6 @@ def read_token(path: Path, what: str = "admin token") -> str:
     return token
 
 
-def overwrite(path: Path, data: bytes) -> None:
-    """Replace a file's content in place, for a full disk: a shorter text needs no new block.  Raises OSError."""
-    n_bytes = path.stat().st_size
-    if len(data) > n_bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-    with path.open("r+b") as stream:
-        stream.write(data.ljust(n_bytes))
-
-
 def is_full(error: OSError) -> bool:
     """Whether a write failed for want of space, or of quota."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -34,7 +34,7 @@ import msgspec
 from penstock import __version__
 from penstock.errors import PenstockError, UserError, nearest
 from penstock.log_lines import append_line, file_lines, kept_lines, older
-from penstock.paths import folder, home, is_full, overwrite, write_atomically
+from penstock.paths import folder, home, is_full, write_atomically
 from penstock.planner import Plan
 from penstock.spec import reading
 from penstock.spec.deployment import Cache, Deployment, is_legal_name
@@ -361,7 +361,11 @@ class Run:
         except OSError as exc:
             if not is_full(exc):
                 raise
-            overwrite(self.path / name, msgspec.json.encode(value))
+            data, path = msgspec.json.encode(value), self.path / name
+            if len(data) > path.stat().st_size:  # in place: a shorter text needs no new block
+                raise
+            with path.open("r+b") as stream:
+                stream.write(data.ljust(path.stat().st_size))
 
     def _write(self, name: str, value: object) -> None:
         write_atomically(self.path / name, msgspec.json.format(msgspec.json.encode(value), indent=2))
