@@ -213,8 +213,8 @@ class Public:
             if name in self._foreign_aliases and request.body:
                 request.body = rename_model(request, self._foreign_aliases[name])
             entry = self._accounting.open(facts, model, holder, request.body)
-        except BODY_ERRORS as error:
-            return error_answer(400, f"the request body cannot be read: {error}", "invalid_body")
+        except BODY_ERRORS as problem:  # compiled, a name has the type of its first `except` in the function
+            return error_answer(400, f"the request body cannot be read: {problem}", "invalid_body")
         Forwarding(self._context, request, client, model, facts).start(self._hints(facts, name, place), entry)
         return None
 

@@ -49,7 +49,7 @@ class UnreadableError(ValueError):
     """The request cannot be understood; the text says why."""
 
 
-# What reading JSON raises; RecursionError at about 1,000 levels. Compiled, no class of ours may be in such a tuple.
+# What reading JSON raises; RecursionError at about 1,000 levels.
 BODY_ERRORS: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _keys: Final[list[str]] = []  # of the body that is read now, their escapes decoded
