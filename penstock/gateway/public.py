@@ -151,8 +151,7 @@ class Public:
             return Answer(200, _LANDING, b"text/html; charset=utf-8")
         if path == b"/version":
             return json_answer({"version": __version__})
-        now = self._context.now()
-        n_ready = sum(len(self._replicas.ready(model.name, now)) for model in self._replicas.models)
+        n_ready = sum(len(self._replicas.ready(model.name, self._context.now())) for model in self._replicas.models)
         return json_answer({"status": "ok", "ready_replicas": n_ready})
 
     def origin_headers(self, head: RequestHead) -> Headers:

@@ -52,8 +52,7 @@ from penstock.wire.announcement import engine_key
 from penstock.world import REAL, World
 
 LEASE_CHECK_S = 1.0
-LOG_BYTES = 32 * MIB
-_STDERR = 2
+LOG_BYTES, _STDERR = 32 * MIB, 2
 
 log = logging.getLogger(__name__)
 

@@ -77,9 +77,8 @@ class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The engine and its own settings. `args` are engine flags without dashes in front, passed through as they are;
-    a mapping becomes JSON. `env`: text or numbers; true and false become 1 and 0. What looks like a secret is refused
-    here and in other texts, with the way to give it, since files of the deployment would show it. `NAME: {value: TEXT,
-    secret: false}` is a value that is none.
+    a mapping becomes JSON. `env`: text or numbers; true and false become 1 and 0. What looks like a secret is refused,
+    with the way to give it, since files would show it; `NAME: {value: TEXT, secret: false}` is a value that is none.
 
     `executor` is how the ranks of one replica find each other: Ray, or vLLM's own processes (mp); auto takes mp inside
     one node and ray across nodes. `join_timeout_s`: how long the first node waits for the others. `ray_dashboard_host`:
@@ -190,10 +189,10 @@ class GatewaySpec(GatewaySettings, frozen=True, forbid_unknown_fields=True):
     and slurm, whose machines others may log in to, and vessl, whose address is public, it is the default.
 
     `on`: the gateway runs where `up` runs (login), or in a job (job), which only target slurm can do; then `host` is
-    that node's address, and `port` any free one if taken.
-    `price` is what the ledger and budgets count. `store` (a file, or a postgresql:// URL for several gateways) holds
-    keys and usage; its default is a file in the run's folder. After `ledger_days` a request's row becomes part of its
-    day's sums; `null` keeps it for ever. Keys that could not be read from it for `keys_stale_s` are refused.
+    that node's address, and `port` any free one if taken. `price` is what the ledger and budgets count. `store` (a
+    file, or a postgresql:// URL for several gateways) holds keys and usage; its default is a file in the run's folder.
+    After `ledger_days` a request's row becomes part of its day's sums; `null` keeps it for ever. Keys that could not be
+    read for `keys_stale_s` are refused.
     `hold_s`: how long a request waits for a replica; `drain_s`: how long requests may finish when the gateway stops.
     `workers`: processes on the one port. `policy`: which replica gets a request. `max_in_flight`: requests on one
     replica at a time; further ones wait in the gateway, where the queue is fair between keys; absent, engines queue.

@@ -36,8 +36,8 @@ class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def cost_usd(self, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> float:
         """1000 prompt tokens, 200 of them cached, and 500 output tokens at 2/6/1: 0.0048."""
         cached = self.input if self.cached is None else self.cached
-        fresh_tokens = prompt_tokens - cached_tokens
-        return (fresh_tokens * self.input + cached_tokens * cached + output_tokens * self.output) / 1e6
+        input_usd = (prompt_tokens - cached_tokens) * self.input + cached_tokens * cached
+        return (input_usd + output_tokens * self.output) / 1e6
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import ipaddress
 import json
@@ -181,9 +180,9 @@ def differences(before: Deployment, after: Deployment) -> list[str]:
     """The changes from one deployment to another, one "path: old -> new" line each."""
     sides = [msgspec.to_builtins(side) for side in (before, after)]
     old, new = (dict(_leaves(side, "")) for side in sides)
-    was, now = (dict(_leaves(without_secrets(side), "")) for side in sides)
+    was, now = ({path: item for path, item in _leaves(without_secrets(side), "") if item is not None} for side in sides)
     changed = [path for path in old | new if old.get(path) != new.get(path)]
-    return [f"{path}: {_shown(was.get(path))} -> {_shown(now.get(path))}" for path in changed]
+    return [f"{path}: {was.get(path, '(not set)')} -> {now.get(path, '(not set)')}" for path in changed]
 
 
 def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
@@ -192,10 +191,6 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
             yield from _leaves(item, f"{path}.{key}" if path else str(key))
     else:
         yield path, value
-
-
-def _shown(value: object) -> str:
-    return "(not set)" if value is None else str(value)
 
 
 def _without_absent(plain: Any, block: object) -> Any:
@@ -376,8 +371,16 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
         yield Problem("engine.gpu_memory_utilization", f"{deployment.engine.gpu_memory_utilization} is not in (0, 1]")
     if deployment.hardware.price_file is not None and deployment.hardware.price_per_gpu_hour is not None:
         yield Problem("hardware.price_file", "is given next to hardware.price_per_gpu_hour", "keep one of them")
-    if not _is_network(deployment.hardware.subnet or "::"):
-        yield Problem("hardware.network", f'"{deployment.hardware.subnet}" is not a network', "example: 10.9.0.0/16")
+    proxies = deployment.chat_page.trusted_proxies if deployment.chat_page is not None else ()
+    networks = [
+        ("hardware.network", deployment.hardware.subnet or "::"),
+        *(("ui.trusted_proxies", each) for each in proxies),
+    ]
+    for path, text in networks:
+        try:
+            ipaddress.ip_network(text, strict=False)
+        except ValueError:
+            yield Problem(path, f'"{text}" is not a network', "example: 10.9.0.0/16")
     yield from replicas_rules(deployment.replicas)
     if deployment.engine.load != "auto" and any(bare_flag(key) == "load-format" for key in deployment.engine.args):
         yield Problem("engine.load", "is given next to engine.args.load-format", "keep one of them")
@@ -415,12 +418,6 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
             yield Problem(kind, f"block given, but target is {deployment.target}", f"set target: {kind}, or remove it")
 
 
-def _is_network(text: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_network(text, strict=False))
-    return False
-
-
 def _page_rules(deployment: Deployment) -> Iterator[Problem]:
     page, gateway = deployment.chat_page, deployment.gateway
     if page is None:
@@ -434,6 +431,3 @@ def _page_rules(deployment: Deployment) -> Iterator[Problem]:
         yield Problem("ui.login", f'"none" on host {page.host}', hint)
     if page.login == "keys" and gateway.auth == "none":
         yield Problem("ui.login", '"keys", but the gateway has none', "set gateway.auth: keys")
-    for text in page.trusted_proxies:
-        if not _is_network(text):
-            yield Problem("ui.trusted_proxies", f'"{text}" is no address and no network', "example: 10.0.0.0/8")

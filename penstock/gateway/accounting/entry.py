@@ -169,8 +169,7 @@ class Accounting:
 
     def refuse(self, facts: RequestFacts, model: str, holder: KeyHolder, exchange: Exchange | None) -> None:
         """Records a request for a model that its key may not use."""
-        entry = self.open(facts, model, holder)
-        if entry is not None:
+        if (entry := self.open(facts, model, holder)) is not None:
             entry.refuse(403, exchange)
 
     def over_limit(self, refusal: Refusal, holder: KeyHolder, now: float) -> Answer:
@@ -184,10 +183,9 @@ class Accounting:
         return error_answer(429, message, code, headers=headers)
 
     def account(self, model: str) -> Account:
-        account = self._accounts.get(model)
-        if account is None:
-            account = self._accounts[model] = Account(self._prices.get(model))
-        return account
+        if model not in self._accounts:
+            self._accounts[model] = Account(self._prices.get(model))
+        return self._accounts[model]
 
     def count_key(self, account: Account, name: str) -> KeyCount:
         """The counts of a key that asks for this model for the first time; beyond MAX_SERIES all are "other"."""
@@ -214,10 +212,7 @@ class Accounting:
                 ("store_up", {(): int(not self._store.is_failing)}),
                 ("store_keys_age_seconds", {(): self.keys_age_s}),
             ]
-        tokens: dict[Labels, float] = {}
-        rows: dict[Labels, float] = {}
-        key_requests: dict[Labels, float] = {}
-        key_tokens: dict[Labels, float] = {}
+        tokens, rows, key_requests, key_tokens = (dict[Labels, float]() for _ in range(4))
         for model, account in self._accounts.items():
             counts = (("prompt", account.n_prompt), ("cached", account.n_cached), ("output", account.n_output))
             tokens |= {(("model", model), ("kind", kind)): n for kind, n in counts}

@@ -180,10 +180,9 @@ class KeyStore:
             "SELECT id, name, models, rpm, tpm, concurrency, budget_usd, expires_at, created_at, revoked_at"
             " FROM api_keys ORDER BY created_at, id"
         )
-        limits = [Limits(msgspec.json.decode(row[2], type=tuple[str, ...]), *row[3:8]) for row in rows]
         return [
-            ApiKey(row[0], row[1], limit, row[8], row[9], tuple(secrets_of[row[0]]))
-            for row, limit in zip(rows, limits, strict=True)
+            ApiKey(row[0], row[1], Limits(_models(row[2]), *row[3:8]), row[8], row[9], tuple(secrets_of[row[0]]))
+            for row in rows
         ]
 
     def revision(self) -> int:

@@ -83,10 +83,8 @@ class Keyring:
             key_hash = bytes.fromhex(fixed)
             name = "first" if index == 0 else f"first-{index + 1}"
             unlimited = Quota(name, Limits(), self._totals, now)
-            by_half[key_hash[:_HALF]] = (
-                key_hash,
-                KeyHolder(name, name, unlimited, frozenset(), math.inf, is_stored=False),
-            )
+            holder = KeyHolder(name, name, unlimited, frozenset(), math.inf, is_stored=False)
+            by_half[key_hash[:_HALF]] = (key_hash, holder)
         self._by_half, self._quotas, self._known = by_half, quotas, {}
 
     def find(self, authorization: bytes | None, now: float) -> KeyHolder | None:
