@@ -547,3 +547,15 @@ def test_a_full_disk_ends_the_run_with_what_was_written(engine: InThread) -> Non
     outcome = run_load(address, Load([message], concurrency=4, n_requests=10_000), file=Full())
     assert outcome.cut_short == "could not write what was read: No space left on device"
     assert 0 < len(errors(outcome)) < 20
+
+
+def test_a_page_of_metrics_gets_its_own_key_and_no_other() -> None:
+    pages = [f"http://127.0.0.1:{port}/metrics" for port in (8000, 9000, 9)]
+    keys = dict(zip(pages, ("scrape", "engine"), strict=False))
+    service = serve.Service("http://127.0.0.1:8000", "m", key="k", metrics_urls=tuple(pages), page_keys=keys)
+    heads = [source.request for _, source in serve._sources(service, serve.resolve(service.url))]
+    assert [b"Bearer scrape" in heads[0], b"Bearer engine" in heads[1], b"uthorization" in heads[2]] == [
+        True,
+        True,
+        False,
+    ]

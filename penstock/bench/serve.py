@@ -40,7 +40,7 @@ _WRITE_BYTES = 2**20
 class Service(msgspec.Struct, frozen=True):
     """What is measured: the address, and how it is asked. `key` is sent, and never written anywhere.
 
-    `metrics_key`: what the address asks for on its /metrics, where that is not `key`.
+    `page_keys`: what pages of `metrics_urls` ask for, where that is not `key`.
     """
 
     url: str
@@ -53,7 +53,7 @@ class Service(msgspec.Struct, frozen=True):
     extra_body: Mapping[str, Any] = {}
     is_insecure: bool = False
     metrics_urls: tuple[str, ...] = ()
-    metrics_key: str | None = None
+    page_keys: Mapping[str, str] = {}
     timeout_s: float = 600.0
 
 
@@ -261,10 +261,9 @@ def _sources(service: Service, address: Address) -> list[tuple[str, Source]]:
     sources = []
     for url in service.metrics_urls or (f"{address.scheme}://{parts_of(service.url).netloc}/metrics",):
         place = address if not service.metrics_urls else resolve(url)
-        path = parts_of(url).path or "/metrics"
         # A key goes to the server it is for, and to no other.
-        key = (service.metrics_key or service.key) if place == address else None
-        sources.append((url, Source(place, _head(b"GET", place, path, key, None))))
+        key = service.page_keys.get(url, service.key if place == address else None)
+        sources.append((url, Source(place, _head(b"GET", place, parts_of(url).path or "/metrics", key, None))))
     return sources
 
 
@@ -346,7 +345,7 @@ def _keyless(service: Service) -> Service:
     """As it may be written: without its key, and without what follows the port."""
     parts = parts_of(service.url)
     key = "given" if service.key else None
-    return msgspec.structs.replace(service, url=f"{parts.scheme}://{parts.netloc}", key=key, metrics_key=None)
+    return msgspec.structs.replace(service, url=f"{parts.scheme}://{parts.netloc}", key=key, page_keys={})
 
 
 def _rows(exchanges: ExchangeFile, names: Sequence[str]) -> list[Row]:

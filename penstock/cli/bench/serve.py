@@ -89,9 +89,8 @@ def register(sub: argparse.ArgumentParser) -> None:
     )
     out = sub.add_argument_group("what comes out")
     out.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="bounds: ttft:2000 tpot:60 e2el:9000")
-    out.add_argument(
-        "--metrics", action="append", default=[], metavar="URL", help="pages to follow (default: /metrics)"
-    )
+    text = "pages to follow (default: /metrics)"
+    out.add_argument("--metrics", action="append", default=[], metavar="URL", help=text)
     text = "of every latency, besides the usual ones: 50,99,99.9"
     out.add_argument("--percentiles", type=_percentiles, default=(), metavar="P,...", help=text)
     out.add_argument("--metric-percentiles", type=_percentiles, dest="percentiles", help=argparse.SUPPRESS)
@@ -206,12 +205,12 @@ def _service(options: argparse.Namespace) -> Service:
         raise UserError("cannot measure a deployment and an address at once", hint="Give its name, or --url.")
     url = options.url or (None if options.name else os.environ.get("OPENAI_BASE_URL"))
     key = os.environ.get("OPENAI_API_KEY")
-    pages, metrics_key = options.metrics, None
+    pages, page_keys = options.metrics, {}
     if url is None:
         run = _run_of(options.name)
         url, key = keys.address_and_key(run)
-        metrics_key = run.scrape_key()
-        pages = pages or [f"{url}/metrics", *_engine_pages(run)]
+        page_keys = {f"{url}/metrics": run.scrape_key(), **_engine_pages(run)}
+        pages = pages or [*page_keys]
     for address in (url, *pages):
         parts_of(address)
     return Service(
@@ -225,19 +224,19 @@ def _service(options: argparse.Namespace) -> Service:
         extra_body=options.extra_body,
         is_insecure=options.insecure,
         metrics_urls=tuple(pages),
-        metrics_key=metrics_key,
+        page_keys=page_keys,
         timeout_s=options.timeout,
     )
 
 
-def _engine_pages(run: Run) -> list[str]:
-    """/metrics of the engines on this machine, or at this end of a tunnel: what the prefix cache held is there."""
-    from penstock.spec.gateway import is_loopback
+def _engine_pages(run: Run) -> dict[str, str]:
+    """/metrics of the engines on this machine, or at this end of a tunnel, with their key: of the prefix cache."""
+    from penstock.wire.announcement import engine_key
 
-    state = run.state()
-    announced = [replica.announcement for replica in state.replicas] if state is not None else []
+    announced = [replica.announcement for replica in state.replicas] if (state := run.state()) is not None else []
     urls = [node.url for node in announced if node is not None and node.url]
-    return [f"{url}/metrics" for url in urls if is_loopback(urlsplit(url).hostname or "")]
+    key, near = engine_key(run.admin_token()), ("127.0.0.1", "::1", "localhost")
+    return {f"{url}/metrics": key for url in urls if urlsplit(url).hostname in near}
 
 
 def _run_of(name: str | None) -> Run:
