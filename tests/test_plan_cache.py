@@ -178,8 +178,8 @@ def test_more_memory_never_means_fewer_tokens_and_what_fits_is_what_the_largest_
 ) -> None:
     cache = CacheSettings(length, 8192, prefix_caching=is_caching)
     less, plenty = (kv_plan(arch, layout, profile(), cache, [amount]) for amount in (memory, memory + more))
-    for name in ("num_blocks", "tokens", "max_concurrency", "largest_max_model_len", "fits"):
+    for name in ("num_blocks", "tokens", "max_concurrency", "largest_max_model_len"):
         assert getattr(less, name) <= getattr(plenty, name)
-    assert less.fits == (less.largest_max_model_len >= length)
+    assert (less.refusal is None) == (less.largest_max_model_len >= length)
     assert all(less.num_blocks * block <= memory for block in less.bytes_per_block)
-    assert not less.fits or less.max_concurrency >= 1
+    assert less.refusal or less.max_concurrency >= 1

@@ -15,6 +15,7 @@ import pytest
 from samples import DEMO, LLAMA_70B, cpu_machine, demo_plan, deployment, gpu_machine, sized
 
 from penstock import planner
+from penstock.engines.vllm.engine import pass_through
 from penstock.errors import PlanError
 from penstock.hardware import Machine
 from penstock.models import ModelFacts
@@ -140,6 +141,21 @@ def test_a_plan_carries_what_the_engine_needs_of_the_file() -> None:
     assert (plan.max_model_len, plan.max_num_seqs) == (512, 3)
     assert (plan.args, plan.env, plan.drain_s, plan.stall_s) == ({"seed": 1}, {"A": "1"}, 5, 7)
     assert (plan.engine, plan.engine_version, plan.deployment) == ("vllm", "1", "d")
+
+
+def test_a_model_with_states_is_started_with_as_many_requests_as_its_cache_blocks_allow() -> None:
+    model: dict[str, Any] = {"model": "qwen3.5-27b", "facts": SMALL_LLAMA, "machine": gpu_machine(1)}
+    plan = on_gpus(**model, engine={"args": {"seed": 1}})
+    assert plan.args == {"max-num-seqs": 312, "seed": 1}
+    assert "--max-num-seqs 312" in " ".join(pass_through(plan.args))
+    assert on_gpus(**model, engine={"args": {"max_num_seqs": 100}}).args == {"max_num_seqs": 100}
+    with pytest.raises(PlanError, match="max_num_seqs 1,024 is over the 343 cache blocks") as refused:
+        on_gpus(**model, engine={"args": {"max-num-seqs": 1024}})
+    assert refused.value.hint == "Set engine.args.max-num-seqs: 312, or use more GPUs."
+    with pytest.raises(PlanError, match="one request of") as refused:
+        on_gpus(**model, engine={"gpu_memory_utilization": 0.85})
+    assert str(refused.value.hint).startswith("Set engine.max_model_len: ")
+    assert "max-num-seqs" not in on_gpus().args
 
 
 def test_memory_follows_the_worked_numbers() -> None:

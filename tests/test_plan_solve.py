@@ -27,7 +27,7 @@ from penstock.errors import PenstockError, UserError
 from penstock.hardware import catalog
 from penstock.models import catalog as models_catalog
 from penstock.planner.memory.tensors import inventory, split_layers
-from penstock.planner.request import Sizing
+from penstock.planner.request import Sizing, contract
 from penstock.planner.solve import sizing_of
 
 CASES = Path(__file__).parent / "golden" / "plan" / "cases.txt"
@@ -67,6 +67,35 @@ def test_the_answer_is_the_golden_one(words: str) -> None:
         EXPECTED[words] = shown(words)
         CASES.write_text("\n".join(f"$ {case.rstrip()}" for case in EXPECTED.values()) + "\n", "utf-8")
     assert shown(words).rstrip() == EXPECTED[words].rstrip()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "qwen3.5-27b --gpu h100-sxm",
+        "qwen3.5-27b --gpu h100-sxm --no-prefix-caching --gpu-memory-utilization 0.85 --max-model-len 65536",
+        "qwen3.5-27b --gpu h100-sxm --available-kv-gib 17",
+        "qwen3.5-122b-a10b --gpu h100-sxm --gpus-per-node 4 --tensor 4",
+        "qwen3-next-80b-a3b --gpu h100-sxm --gpus-per-node 4 --tensor 2 --data 2 --expert",
+        "nemotron-h-56b --gpu h100-sxm --gpus-per-node 2 --pipeline 2 --max-model-len 8192",
+        "jamba-v0.1 --gpu h100-sxm --gpus-per-node 2 --tensor 2 --max-model-len 8192",
+        "granite-4.0-h-small --gpu h100-sxm --max-model-len 8192",
+    ],
+)
+def test_a_model_with_states_runs_no_more_requests_than_it_has_cache_blocks(words: str) -> None:
+    capped = answer_to(words)
+    assert capped.fits and capped.kv is not None and capped.users is not None
+    seqs = capped.settings.max_num_seqs
+    assert seqs <= capped.kv.num_blocks
+    if capped.kv.num_blocks < 1024:  # the default on these cards
+        assert f"--max-num-seqs {seqs}" in " ".join(capped.engine_args) and seqs >= capped.kv.num_blocks // 2
+        assert f"{seqs}" in contract(capped)["engine_args"]
+        asked = answer_to(f"{words} --max-num-seqs {capped.kv.num_blocks + 40}")
+        assert "cache blocks of its states, take" in asked.reason and not asked.fits
+    assert answer_to(f"{words} --max-num-seqs {seqs}").settings.max_num_seqs == seqs
+    # Without CUDA graphs vLLM takes any.
+    eager = answer_to(f"{words} --enforce-eager")
+    assert (eager.settings.max_num_seqs, "--max-num-seqs" in eager.engine_args) == (1024, False)
 
 
 def test_every_refused_layout_has_its_number_and_a_config_its_own_length() -> None:

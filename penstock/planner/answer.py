@@ -39,7 +39,10 @@ _THINK_TIME_S = 30.0
 
 
 def answer(inputs: SolveInputs, fit: MemoryFit, reason: str, refused: Iterable[Refused], warning: str | None) -> Sizing:
-    layout = fit.layout
+    layout, most = fit.layout, fit.most_seqs
+    if most is not None and inputs.request.max_num_seqs is None and most < inputs.settings.max_num_seqs:
+        request, settings = (msgspec.structs.replace(it, max_num_seqs=most) for it in (inputs.request, inputs.settings))
+        inputs = msgspec.structs.replace(inputs, request=request, settings=settings)
     sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data}
     speed = speed_of_fit(inputs, fit)
     times = None
@@ -60,6 +63,7 @@ def answer(inputs: SolveInputs, fit: MemoryFit, reason: str, refused: Iterable[R
         warnings=(warning,) if warning else (),
         engine_args=engine_args(inputs.request, sizes, layout.expert),
         measured_on=fit.measured_on,
+        most_seqs=most,
         missed=missed_targets(speed, inputs.request.ttft_ms, inputs.request.tpot_ms),
         ranks=_ranks(inputs.memory, fit) if fit.available else (),
         levers=levers.levers(inputs, fit) if fit.available else (),

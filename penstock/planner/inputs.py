@@ -99,6 +99,7 @@ def inputs_of(
         *(arch, gpu, rules, cache, run, total_bytes(request, gpu), settings.gpu_memory_utilization),
         available_kv_bytes=tuple(int(gib * GIB) for gib in request.available_kv_gib),
         measured=measured,
+        asked_seqs=request.max_num_seqs,
     )
     return SolveInputs(
         request,

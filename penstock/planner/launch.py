@@ -39,6 +39,7 @@ class _Chosen(msgspec.Struct, frozen=True):
     need: Need
     forecast: Forecast | None = None
     warnings: tuple[str, ...] = ()
+    most_seqs: int | None = None
 
 
 def device_of(machine: Machine, engine: str) -> Device:
@@ -52,7 +53,9 @@ def make(
     With several nodes to a replica `machine` is the smallest of them, and has a part of each replica."""
     max_model_len = deployment.engine.max_model_len or model.max_position
     _refuse_longer_than(model.max_position, max_model_len, deployment)
-    layout = _layout_on_cpu(deployment, model)
+    nodes = deployment.hardware.nodes
+    layout = Parallel(pipeline=nodes) if model.n_heads and model.n_heads % nodes else Parallel(tensor=nodes)
+    layout = deployment.parallel if isinstance(deployment.parallel, Parallel) else layout
     if engine == "llamacpp" and layout.n_ranks > 1:
         raise PlanError(
             f"cannot cut a model over {layout.n_ranks} ranks on engine llamacpp: it runs in one process",
@@ -61,7 +64,7 @@ def make(
     if engine == "llamacpp" and deployment.engine.executor == "ray":
         raise PlanError("cannot run engine llamacpp over Ray: it runs in one process", hint="Remove engine.executor.")
     _refuse_odd_heads(deployment, model, layout)
-    share_bytes = machine.memory_free_bytes * deployment.hardware.nodes // max(1, n_replicas)
+    share_bytes = machine.memory_free_bytes * nodes // max(1, n_replicas)
     kv_bytes = _kv_cache_bytes(deployment, model, share_bytes, max_model_len)
     need = Need(model.weights_bytes, kv_bytes, _OVERHEAD_BYTES[engine] + (layout.n_ranks - 1) * _CPU_WORKER_BYTES)
     _refuse_too_little_memory(deployment, machine, need, n_replicas, max_model_len)
@@ -144,7 +147,7 @@ def _plan(
         need=chosen.need,
         n_threads=max(1, machine.n_cpus // max(1, n_replicas) - (1 if machine.n_cpus > 1 else 0)),
         gpu_memory_utilization=deployment.engine.gpu_memory_utilization,
-        args=deployment.engine.flags,
+        args=({"max-num-seqs": chosen.most_seqs} if chosen.most_seqs else {}) | deployment.engine.flags,
         env=deployment.engine.variables,
         start_timeout_s=deployment.engine.start_timeout_s,
         stall_s=deployment.engine.stall_s,
@@ -179,13 +182,6 @@ def _refuse_odd_heads(deployment: Deployment, model: ModelFacts, layout: Paralle
             detail=f"Its {model.n_heads} attention heads do not divide by {layout.tensor}.",
             hint=f"Set parallel.tensor to one of {', '.join(map(str, legal))}.",
         )
-
-
-def _layout_on_cpu(deployment: Deployment, model: ModelFacts) -> Parallel:
-    if isinstance(deployment.parallel, Parallel):
-        return deployment.parallel
-    nodes = deployment.hardware.nodes
-    return Parallel(pipeline=nodes) if model.n_heads and model.n_heads % nodes else Parallel(tensor=nodes)
 
 
 # ---- the CPU ---------------------------------------------------------------------------------------------------------
@@ -233,7 +229,8 @@ def _as_sized(deployment: Deployment, machine: Machine, n_replicas: int, sizing:
     if key is not None and sizing.memory is not None:
         forecast = Forecast(key, sizing.memory.kv_cache_gib.likely)
     warnings = (*sizing.warnings, *(f"workload.{target}" for target in sizing.missed))
-    return _Chosen("cuda", sizing.layout, settings.max_model_len, _need_of(sizing), forecast, warnings)
+    seqs = settings.max_num_seqs if settings.max_num_seqs == sizing.most_seqs else None
+    return _Chosen("cuda", sizing.layout, settings.max_model_len, _need_of(sizing), forecast, warnings, seqs)
 
 
 def _does_not_fit(
@@ -249,6 +246,8 @@ def _does_not_fit(
     longest = sizing.kv.largest_max_model_len if sizing.kv is not None else 0
     if sizing.is_refused:
         hint = "No other layout changes that: another card, checkpoint format, or engine.args."
+    elif sizing.most_seqs is not None:
+        hint = f"Set engine.args.max-num-seqs: {sizing.most_seqs}, or use more GPUs."
     elif 0 < longest < settings.max_model_len:
         hint = f"Set engine.max_model_len: {longest} (the largest that fits), or use more GPUs."
     return PlanError(

@@ -197,10 +197,11 @@ class Sizing(msgspec.Struct, frozen=True):
     ranks: tuple[RankMemory, ...] = ()
     levers: tuple[Lever, ...] = ()
     users: Users | None = None
+    most_seqs: int | None = None  # what the cache blocks of a model with states allow, where all else fits
     is_refused: bool = False  # the engine would not start, whatever the memory
 
 
-_VIEW_FIELDS = ("settings", "ranks", "levers", "users", "is_refused")
+_VIEW_FIELDS = ("settings", "ranks", "levers", "users", "most_seqs", "is_refused")
 
 
 def contract(sizing: Sizing) -> dict[str, Any]:

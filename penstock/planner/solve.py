@@ -98,9 +98,9 @@ def _chosen(inputs: SolveInputs, memory: Memory) -> Sizing:
     )
     if choice.chosen is not None:
         widest = max((cut.tensor for cut in possible.legal if layouts.crossing(cut, fabric) is None), default=1)
-        best, *rest = sorted(
-            choice.ranked, key=lambda each: (each.misses, _is_pipeline_early(each.layout, widest, fabric))
-        )
+        # Last a pipeline of tensor groups smaller than NVLink allows: a token waits for all stages (vLLM's guide).
+        narrow = {cut for cut in possible.legal if cut.pipeline > 1 and cut.tensor < widest and fabric.gpu.nvlink}
+        best, *rest = sorted(choice.ranked, key=lambda each: (each.misses, each.layout in narrow))
         fit = memory.fit(best.layout)
         others = (Refused(other.layout, _why_not(other, best, request)) for other in rest)
         return answer(inputs, fit, _why_it_fits(fit), (*choice.refused, *others), choice.price)
@@ -110,11 +110,6 @@ def _chosen(inputs: SolveInputs, memory: Memory) -> Sizing:
     nearest = max((memory.fit(layout) for layout in possible.legal), key=lambda fit: fit.margin_bytes)
     refused = tuple(other for other in choice.refused if other.layout != nearest.layout)
     return answer(inputs, nearest, f"no layout fits {_gpus(fabric)}; the nearest: {nearest.refusal}", refused, None)
-
-
-def _is_pipeline_early(layout: Parallel, widest: int, fabric: Fabric) -> bool:
-    """A pipeline of tensor groups smaller than NVLink allows: a token waits for all stages (vLLM's guide)."""
-    return fabric.gpu.nvlink is not None and layout.pipeline > 1 and layout.tensor < widest
 
 
 def _gpus(fabric: Fabric) -> str:

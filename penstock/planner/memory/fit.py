@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -12,7 +13,7 @@ from penstock.hardware.catalog import GpuFacts
 from penstock.planner.architecture import Architecture, Layer
 from penstock.planner.engine_versions import EngineProfile
 from penstock.planner.memory import overhead as overhead_
-from penstock.planner.memory.kv_blocks import Group, KvPlan, groups_of, kv_plan
+from penstock.planner.memory.kv_blocks import KvPlan, groups_of, kv_plan
 from penstock.planner.memory.kv_pages import CacheSettings, caches_of
 from penstock.planner.memory.measured import MemoryMeasurement
 from penstock.planner.memory.overhead import Overhead, RunSettings
@@ -36,16 +37,19 @@ class MemoryInputs(msgspec.Struct, frozen=True):
     utilization: float
     available_kv_bytes: tuple[int, ...] = ()
     measured: Mapping[Parallel, MemoryMeasurement] = {}
+    asked_seqs: int | None = None  # max_num_seqs, unless it is the engine's default
 
     @property
     def budget_bytes(self) -> int:
-        return overhead_.budget_bytes(self.total_bytes, self.utilization)
+        """Rounded up; the total is as the CUDA runtime reports it (`v1/worker/utils.py`, request_memory)."""
+        return math.ceil(self.total_bytes * self.utilization)
 
 
 class MemoryFit(msgspec.Struct, frozen=True):
     """One layout's memory. By stage: the fullest rank's weights, its overhead, the bytes left for KV cache.
     `refusal` None: the engine would start. `available` is empty when the bytes were given. `margin_bytes`: left for KV
-    cache beyond one request of the longest length. `measured_on`: the day of the start that the overheads come from."""
+    cache beyond one request of the longest length. `measured_on`: the day of the start that the overheads come from.
+    `most_seqs`: the max_num_seqs that the blocks of a model with states surely allow; None: any."""
 
     layout: Parallel
     ranks: tuple[RankWeights, ...]
@@ -56,6 +60,7 @@ class MemoryFit(msgspec.Struct, frozen=True):
     refusal: str | None
     margin_bytes: float
     measured_on: str | None = None
+    most_seqs: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -105,7 +110,9 @@ class Memory:
         weights = functools.partial(rank_weights, inputs.arch, capability=card, ledger=ledger)
         self._rank_weights = functools.cache(weights)
         self._overheads = functools.cache(self._overheads_of)
-        self._cache_groups = functools.cache(self._cache_groups_of)
+        self._cache_groups = functools.cache(
+            lambda tensor: groups_of(caches_of(inputs.arch, inputs.rules, inputs.cache, tensor), inputs.rules)
+        )
 
     def weights(self, layout: Parallel) -> tuple[RankWeights, ...]:
         """One entry a rank class; data ranks of a dense model are copies."""
@@ -113,10 +120,6 @@ class Memory:
             return self._rank_weights(layout)
         ranks = self._rank_weights(msgspec.structs.replace(layout, data=1))
         return tuple(msgspec.structs.replace(rank, n_ranks=rank.n_ranks * layout.data) for rank in ranks)
-
-    def _cache_groups_of(self, tensor: int) -> tuple[Group, ...]:
-        arch, rules, settings = self.inputs.arch, self.inputs.rules, self.inputs.cache
-        return groups_of(caches_of(arch, rules, settings, tensor), rules)
 
     def _overheads_of(self, layout: Parallel) -> tuple[Overhead, ...]:
         """By stage; stages in the middle with as many layers of the same kinds are alike."""
@@ -161,7 +164,19 @@ class Memory:
         except UserError as error:
             return msgspec.structs.replace(known, refusal=error.message, margin_bytes=float("-inf"))
         margin = min([stage.likely for stage in known.available] or available) - kv.request_bytes
-        return msgspec.structs.replace(known, kv=kv, refusal=refusal or kv.refusal, margin_bytes=margin)
+        refusal, asked = refusal or kv.refusal, inputs.asked_seqs or 0
+        most = None if refusal else self._most_seqs(kv, known.available)
+        if most is not None and asked > kv.num_blocks:
+            refusal = f"max_num_seqs {asked:,} is over the {kv.num_blocks:,} cache blocks of its states, take {most:,}"
+        return msgspec.structs.replace(known, kv=kv, refusal=refusal, margin_bytes=margin, most_seqs=most)
+
+    def _most_seqs(self, kv: KvPlan, available: tuple[Range, ...]) -> int | None:
+        """vLLM captures no graph for more requests than blocks (`config/compilation.py`, vllm#38270)."""
+        if self.inputs.run.enforce_eager or not any(layer.state for layer in self.inputs.arch.layers):
+            return None
+        # Another start may measure a little less; below a half the engine is too tight to promise anything.
+        sure = min(0.95, *(stage.low / stage.likely for stage in available)) if available else 1.0
+        return max(1, int(kv.num_blocks * max(0.5, sure)))
 
     def _weights_refusal(self, weights: int, estimate: Overhead) -> str:
         inputs = self.inputs

@@ -49,10 +49,6 @@ class KvPlan(msgspec.Struct, frozen=True):
     n_groups: int
     refusal: str | None = None
 
-    @property
-    def fits(self) -> bool:
-        return self.refusal is None
-
 
 def kv_plan(
     arch: Architecture,
@@ -80,13 +76,14 @@ def kv_plan(
     one = request_blocks(groups, settings, settings.max_model_len, batches)
     concurrency = pool.num_blocks / one if one else 0.0
     firsts = [group.caches[0].page for group in groups]
+    held = [cache for group in groups for cache in group.caches if cache.page.kind != "state"]
     sizes = [page.block_size for page in firsts]
     tokens = int(concurrency * settings.max_model_len)
     if groups and not rules.prints_concurrency:
         tokens = pool.num_blocks // len(groups) * min(sizes)
     limit = max(arch.max_position, settings.max_model_len)
     return KvPlan(
-        bytes_per_token=max(_bytes_per_token(groups, stage) for stage in stages),
+        bytes_per_token=max(sum(c.page.page_bytes // c.page.block_size for c in held if c.layer in s) for s in stages),
         block_size=min([page.block_size for page in firsts if page.kind != "state"] or sizes, default=16),
         num_blocks=pool.num_blocks,
         request_blocks=one,
@@ -122,15 +119,14 @@ class _Pool(msgspec.Struct, frozen=True):
         held back (the null block); since 0.15 padded groups are counted, before it layers."""
         blocks = request_blocks(self.groups, self.settings, n_tokens, self.batches)
         for index, (block, memory) in enumerate(zip(self.per_block, self.available, strict=True)):
-            needed = blocks * block if self.rules.checks_groups else self._bytes_of_layers(index, n_tokens)
+            needed = blocks * block
+            if not self.rules.checks_groups:
+                pages = [c.page for group in self.groups for c in group.caches if c.layer in self.stages[index]]
+                needed = sum(_pages(page, self.settings, n_tokens, self.batches) * page.page_bytes for page in pages)
             usable = memory - block if self.rules.reserves_null_block else memory
             if block and (usable <= 0 or needed > usable):
                 return index
         return None
-
-    def _bytes_of_layers(self, stage: int, n_tokens: int) -> int:
-        pages = [c.page for group in self.groups for c in group.caches if c.layer in self.stages[stage]]
-        return sum(_pages(page, self.settings, n_tokens, self.batches) * page.page_bytes for page in pages)
 
     def refusal(self, blocks: int) -> str | None:
         if 0 in self.per_block and self.groups:
@@ -232,11 +228,6 @@ def _groups_of_equal_pages(caches: Sequence[Cache], rules: EngineProfile) -> tup
         n_groups = _ceil(len(bucket), size)
         groups.extend(Group(tuple(bucket[index::n_groups])) for index in range(n_groups))
     return tuple(groups)
-
-
-def _bytes_per_token(groups: Sequence[Group], stage: range) -> int:
-    pages = [c.page for group in groups for c in group.caches if c.layer in stage and c.page.kind != "state"]
-    return sum(page.page_bytes // page.block_size for page in pages)
 
 
 def _ceil(number: int, step: int) -> int:

@@ -7,7 +7,6 @@ communicators. Constants are fits to start-up logs unless a comment says otherwi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import msgspec
@@ -110,11 +109,6 @@ def overhead(arch: Architecture, layout: Parallel, rules: EngineProfile, run: Ru
         graphs_in_budget=rules.graphs_in_budget,
         nccl_in_budget=rules.nccl_in_budget,
     )
-
-
-def budget_bytes(total_bytes: int, utilization: float) -> int:
-    """ceil(total x utilization), total as the CUDA runtime reports it (`v1/worker/utils.py`, request_memory)."""
-    return math.ceil(total_bytes * utilization)
 
 
 def _spread(value: float, factors: tuple[float, float]) -> Range:
