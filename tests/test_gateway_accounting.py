@@ -19,7 +19,7 @@ from virtual_loop import advance, loop
 from penstock.gateway.accounting import ledger, store_writer
 from penstock.gateway.accounting.key_store import Limits
 from penstock.gateway.accounting.running_totals import new_totals
-from penstock.gateway.accounting.usage_store import FOLD_ROWS, Row, UsageStore, month_of
+from penstock.gateway.accounting.usage_store import FOLD_ROWS, UsageStore, month_of
 from penstock.gateway.config import ServedModel
 from penstock.spec.gateway import Limits as ClientLimits
 from penstock.spec.gateway import Price
@@ -519,18 +519,6 @@ async def test_absurd_usage_and_limits_stop_neither_the_ledger_nor_keys(place: s
             await advance(0.002)
 
 
-@pytest.mark.parametrize("n_rows", [3, FOLD_ROWS + 3])
-def test_row_that_can_never_be_stored_is_dropped_and_counted(place: str, n_rows: int) -> None:
-    kept = ledger.Ledger(place, new_totals())
-    for number in range(n_rows):
-        kept.add(row(kept.next_number(), prompt_tokens=2**70 if number == 1 else 5))
-    kept._turn()
-    writer = writer_of(kept)
-    assert (writer.is_failing, writer.n_lost, writer.n_written, writer.n_waiting) == (False, 1, n_rows - 1, 0)
-    assert UsageStore(writer._database).usage(())[0].n_requests == n_rows - 1
-    kept.close()
-
-
 async def test_store_that_is_replaced_is_opened_again(place: str, tmp_path: Path) -> None:
     secret, new = make_key(place), make_key(str(tmp_path / "new.sqlite"), "bob")
     async with rig_with(say(ANSWER), store=place, auth="keys") as (rig, _, _):
@@ -578,27 +566,6 @@ async def test_busy_turn_is_folded_and_a_calm_one_unfolds_it(place: str) -> None
     await kept.stop()
 
 
-def test_rows_that_come_while_a_turn_writes_are_the_next_turns(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a busy gateway's turn never ends, writes a few rows at a time, and each time takes the loop's lock."""
-    kept = ledger.Ledger(place, new_totals())
-    add_rows = UsageStore.add_rows
-    writes: list[list[int]] = []
-
-    def busy(store: UsageStore, writer: str, batch: list[Row], *, is_again: bool) -> None:
-        assert len(writes) < 5
-        writes.append([line.number for line in batch])
-        add_rows(store, writer, batch, is_again=is_again)
-        kept.add(row(kept.next_number()))
-
-    monkeypatch.setattr(UsageStore, "add_rows", busy)
-    kept.add(row(kept.next_number()))
-    for n_turns in (1, 2):
-        kept._turn()
-        assert (writer_of(kept).n_written, writer_of(kept).n_waiting) == (n_turns, 1)
-    assert writes == [[1], [2]]
-    kept.close()
-
-
 async def test_gateway_prunes_old_rows_and_a_budget_stays_spent(place: str) -> None:
     secret = make_key(place, budget_usd=0.0005)
     with Store(place) as store:
@@ -615,15 +582,3 @@ async def test_gateway_prunes_old_rows_and_a_budget_stays_spent(place: str) -> N
         assert [(line.group[1], line.n_requests) for line in usage] == [("complete", 2), ("refused", 1)]
         assert usage[0].group[0] == "1970-01-04"
         assert (await client.post(CHAT, headers=bearer(secret)).error())[1]["code"] == "insufficient_quota"
-
-
-def test_ledger_prunes_only_when_asked_and_every_ten_minutes(place: str) -> None:
-    store = Store(place)
-    kept = ledger.Ledger(place, new_totals())
-    for number, (keep_days, n_rows) in enumerate([(None, 1), (1, 0), (1, 1)]):
-        store.usage.add_rows("old", [row(number, at=5.0)] if number != 1 else [])
-        writer_of(kept).keep_days = keep_days
-        kept._turn()
-        assert store.database.all("SELECT count(*) FROM requests") == [(n_rows,)]
-    kept.close()
-    store.close()

@@ -25,7 +25,7 @@ from penstock.gateway.accounting.key_store import Limits, check_new_key, hash_of
 from penstock.gateway.accounting.ledger import Ledger
 from penstock.gateway.accounting.running_totals import new_totals
 from penstock.gateway.accounting.store import BUSY_S, SCHEMA_VERSION, connect, share
-from penstock.gateway.accounting.usage_store import DAY_S, FOLD_ROWS, GpuUse, Grouping, Row, day_of
+from penstock.gateway.accounting.usage_store import DAY_S, FOLD_ROWS, GpuUse, Grouping, Row, UsageStore, day_of
 from penstock.gateway.cost import SLOT_S
 
 __all__ = ["postgres", "store"]  # the fixtures
@@ -382,3 +382,56 @@ def test_pruning_that_breaks_off_loses_and_doubles_nothing(tmp_path: Path, monke
                 opened.usage.prune(MIDNIGHT, n_rows_max=20)
             assert other.usage.usage(GROUPINGS) == usage
         assert other.database.all("SELECT count(*) FROM requests") == [(160,)]
+
+
+# ---- turns of the ledger ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    return str(tmp_path / "store.sqlite")
+
+
+@pytest.mark.parametrize("n_rows", [3, FOLD_ROWS + 3])
+def test_row_that_can_never_be_stored_is_dropped_and_counted(place: str, n_rows: int) -> None:
+    kept = Ledger(place, new_totals())
+    for number in range(n_rows):
+        kept.add(row(kept.next_number(), prompt_tokens=2**70 if number == 1 else 5))
+    kept._turn()
+    writer = writer_of(kept)
+    assert (writer.is_failing, writer.n_lost, writer.n_written, writer.n_waiting) == (False, 1, n_rows - 1, 0)
+    assert UsageStore(writer._database).usage(())[0].n_requests == n_rows - 1
+    kept.close()
+
+
+def test_rows_that_come_while_a_turn_writes_are_the_next_turns(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a busy gateway's turn never ends, writes a few rows at a time, and each time takes the loop's lock."""
+    kept = Ledger(place, new_totals())
+    add_rows = UsageStore.add_rows
+    writes: list[list[int]] = []
+
+    def busy(store: UsageStore, writer: str, batch: list[Row], *, is_again: bool) -> None:
+        assert len(writes) < 5
+        writes.append([line.number for line in batch])
+        add_rows(store, writer, batch, is_again=is_again)
+        kept.add(row(kept.next_number()))
+
+    monkeypatch.setattr(UsageStore, "add_rows", busy)
+    kept.add(row(kept.next_number()))
+    for n_turns in (1, 2):
+        kept._turn()
+        assert (writer_of(kept).n_written, writer_of(kept).n_waiting) == (n_turns, 1)
+    assert writes == [[1], [2]]
+    kept.close()
+
+
+def test_ledger_prunes_only_when_asked_and_every_ten_minutes(place: str) -> None:
+    store = Store(place)
+    kept = Ledger(place, new_totals())
+    for number, (keep_days, n_rows) in enumerate([(None, 1), (1, 0), (1, 1)]):
+        store.usage.add_rows("old", [row(number, at=5.0)] if number != 1 else [])
+        writer_of(kept).keep_days = keep_days
+        kept._turn()
+        assert store.database.all("SELECT count(*) FROM requests") == [(n_rows,)]
+    kept.close()
+    store.close()
