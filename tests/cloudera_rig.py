@@ -201,9 +201,10 @@ def up(place: Place, workbench: Workbench, **fields: Any) -> tuple[Run, str]:
 
 
 def left_in_files(workbench: Workbench) -> list[str]:
-    """Files of deployments in the project. A session that started one leaves its lock, and its own run folder."""
+    """Files of deployments in the project, without keys and usage. A session leaves a lock, and its own run folder."""
     runs = workbench.pods.folder / ".penstock" / "runs"
-    paths = runs.rglob("*") if runs.exists() else ()
+    kept = {path for store in runs.rglob("store.sqlite*") for path in (store, store.parent)}
+    paths = {*runs.rglob("*")} - kept if runs.exists() else ()
     return sorted(str(path.relative_to(runs)) for path in paths if not path.name.endswith(".lock"))
 
 

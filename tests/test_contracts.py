@@ -37,7 +37,7 @@ from penstock.targets import Target, waiting
 from penstock.targets.cloudera import folder
 from penstock.targets.cloudera import target as cloudera
 from penstock.targets.cloudera import view as view_of_pods
-from penstock.targets.kubernetes import placing, view
+from penstock.targets.kubernetes import access, placing, view
 from penstock.targets.kubernetes import target as kubernetes
 from penstock.targets.kubernetes.api import Api
 from penstock.targets.ray import jobs_api
@@ -161,7 +161,14 @@ def written_there(workbench: Workbench, patch: pytest.MonkeyPatch) -> tuple[clou
 
 def test_cloudera_keeps_the_contract_of_targets(workbench_here: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     target, run, launch = written_there(workbench_here, monkeypatch)
+    store = workbench_here.pods.folder / ".penstock" / "runs" / run.name / run.store_file.name
+    store.parent.mkdir(parents=True)
+    store.write_text("keys")
     check_target(target, run, launch, sys.executable, lambda: left(workbench_here))
+    assert store.exists() and target.leftovers() == [], "keys and usage outlive `down` and `clean`"
+    (keys,) = target.kept_keys(run.name)
+    cloudera.finish(keys)
+    assert not store.parent.exists() and target.kept_keys(run.name) == []
 
 
 def test_a_job_that_the_workbench_refuses_or_has_no_machine_for_says_so(
@@ -212,6 +219,11 @@ def test_kubernetes_keeps_the_contract_of_targets(clock: Clock, monkeypatch: pyt
     gateway, engine = {"auth": "keys", "port": 8000, "drain_s": 10}, {"kind": "fake"}
     run, launch = written(target, target="kubernetes", kubernetes=block, gateway=gateway, engine=engine)
     parse_once(run, monkeypatch)
-    check_target(target, run, launch, sys.executable, lambda: sorted(stub.objects))
+    check_target(target, run, launch, sys.executable, lambda: [key for key in stub.objects if "one-store" not in key])
+    monkeypatch.setattr(access, "is_configured", lambda: True)
+    (keys,) = target.kept_keys("one")
+    assert keys.what == 'keys and usage of "one", in claim "one-store"' and 'namespace "team"' in keys.place
+    kubernetes.finish(keys)
+    assert list(stub.objects) == [] == target.kept_keys("one")
     never = {key for key in kubernetes_recorded.recorded() if kubernetes_recorded.is_write(key)} - stub.asked
     assert never == set(), "what was asked of the API server was asked of the stub"

@@ -36,7 +36,7 @@ def place(tmp_path: Path, kubernetes: Namespace, monkeypatch: pytest.MonkeyPatch
 def kinds_left(space: Namespace) -> list[str]:
     kinds = "all,configmap,secret,pvc,role,rolebinding,serviceaccount,networkpolicy,ingress,hpa"
     done = space.kubectl("get", kinds, "-l", "app.kubernetes.io/managed-by=penstock", "-o", "name")
-    return sorted(line for line in done.stdout.split() if line)
+    return sorted(line for line in done.stdout.split() if line != "persistentvolumeclaim/one-store")
 
 
 def file_for(place: Place, **fields: Any) -> Path:

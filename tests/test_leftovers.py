@@ -146,17 +146,17 @@ def test_another_home_is_left_alone(tmp_path: Path, marked: list[Marked], monkey
         run = run_folder()
         end(run)
         known, earlier = private_folder(tmp_path, run.record().id), tmp_path / f"penstock-{earlier_id}-0"
-        make_private(earlier, run.path)  # of a launch whose id no run folder has any more
+        make_private(earlier)  # of a launch whose id no run folder has any more
         marked.append(Marked(pid, 1.0, "node", str(run.path), earlier_id, "0", "python"))
         made[home] = sorted([str(pid), str(known), str(earlier)])
-    private_folder(tmp_path, "0a1b2c")  # it names no home
+    private_folder(tmp_path, "0a1b2c")  # of no launch that is known here
     for home, own in made.items():
         monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / home))
         assert sorted(names(with_ended_runs=False)) == own
     marked.clear()
     assert leftovers.clean(leftovers.leftovers().found) == []
     left = {path.name for path in tmp_path.glob("penstock-*")}
-    assert left == {*(Path(path).name for path in made["mine"] if path != "7"), "penstock-0a1b2c-0"}
+    assert left == {*(Path(path).name for path in made["mine"] if path != "7"), "penstock-0a1b2c-0", "penstock-b2-0"}
 
 
 def test_a_home_that_is_not_mounted_is_unknown(

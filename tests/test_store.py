@@ -58,9 +58,13 @@ def test_names_of_valid_keys_are_unique_and_a_revoked_one_is_free(store: Store) 
 
 
 def test_a_key_that_is_known_by_its_hash_alone_is_introduced_once(store: Store) -> None:
-    for digest in (hash_of("sk-of-a-client"), hash_of("sk-of-another")):
+    for digest in (hash_of("sk-of-a-client"), hash_of("sk-of-another")) * 2:  # a gateway does so at each start
         store.keys.introduce("first", digest, NOW)
     assert [secret.hash for secret in store.keys.find("first").secrets] == [hash_of("sk-of-a-client")]
+    assert [key.name for key in store.keys.all()] == ["first", f"first-{hash_of('sk-of-another')[:6]}"]
+    store.keys.rotate("first", 0.0, NOW)
+    store.keys.introduce("first", hash_of("sk-of-a-client"), NOW)
+    assert len(store.keys.all()) == 2
     store.keys.revoke("first", NOW)
     store.keys.introduce("first", hash_of("sk-of-a-client"), NOW)
     with pytest.raises(UserError, match="cannot find key"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +24,7 @@ from penstock.paths import every_temporary, home, is_held, owner_of
 from penstock.processes import Marked
 from penstock.run_folder import Run
 from penstock.spec.deployment import is_legal_name
+from penstock.targets import Target
 
 # How the run folder of a process looks from here; "replaced": a folder of that name, of another launch.
 FolderState = Literal["living", "ended", "replaced", "absent", "unseen"]
@@ -96,9 +97,10 @@ def leftovers(with_ended_runs: bool = False, keys_of: str | None = None) -> Left
     """Processes, temporary folders and what targets have whose deployment is gone or ended; ended run folders, and the
     keys and usage of the deployment `keys_of`, when asked.  Raises UserError where it has none, or has not ended.
     """
-    keys = [] if keys_of is None else [_keys(keys_of)]
+    keys = Leftovers([]) if keys_of is None else _keys(keys_of)
     marked = [_process_facts(process) for process in processes.find_marked()]
-    runs, ids, living = run_folder.every(), set[str](), set[str]()
+    runs, living = run_folder.every(), set[str]()
+    ids = {facts.process.run_id for facts in marked if facts.is_near and facts.folder != "unseen"}
     for run in runs:
         with contextlib.suppress(PenstockError):  # a damaged folder: its processes know their id
             ids.add(run.record().id)
@@ -108,28 +110,35 @@ def leftovers(with_ended_runs: bool = False, keys_of: str | None = None) -> Left
     judged = judge(marked, folders, living)
     items = [*judged.found]
     items += [Leftover("host", left.place, left.what, left=left) for left in run_folder.every_left()]
-    if with_ended_runs:
-        items += [_folder_of(run) for run in runs if _state_of(run) == "ended"]
-    of_targets, silent = _of_targets()
-    return Leftovers([*items, *keys, *of_targets], judged.unknown, silent)
+    for run in runs if with_ended_runs else ():
+        if _state_of(run) == "ended":
+            stored = _stored(run)
+            stays = f"; {stored} stay until `penstock clean --keys {run.name} --yes`" if stored else ""
+            items.append(Leftover("run", str(run.path), f'folder of the ended deployment "{run.name}"{stays}'))
+    of_targets, silent = _of_targets(targets.TABLE, lambda target: target.leftovers())
+    return Leftovers([*items, *keys.found, *of_targets], judged.unknown, [*keys.silent, *silent])
 
 
-def _folder_of(run: Run) -> Leftover:
-    stored = _stored(run)
-    stays = f"; {stored} stay until `penstock clean --keys {run.name} --yes`" if stored else ""
-    return Leftover("run", str(run.path), f'folder of the ended deployment "{run.name}"{stays}')
-
-
-def _keys(name: str) -> Leftover:
+def _keys(name: str) -> Leftovers:
+    """The keys and usage of an ended deployment, on this machine and where its target keeps them."""
     run = Run(home() / "runs" / name)
-    if not is_legal_name(name) or not run.store_file.is_file():
-        kept = sorted(path.parent.name for path in (home() / "runs").glob(f"[!.]*/{run.store_file.name}"))
-        known = f"Kept are those of: {', '.join(kept)}." if kept else "None are kept in this home."
-        raise UserError(f'cannot find keys and usage of "{name}"', hint=known)
-    if _state_of(run) not in ("ended", "absent"):
+    if is_legal_name(name) and _state_of(run) not in ("ended", "absent"):
         hint = f"End it first: penstock down {name}"
         raise UserError(f'cannot remove the keys and usage of "{name}": it has not ended', hint=hint)
-    return Leftover("keys", str(run.store_file), f'{_stored(run) or "no keys, no requests"} of the deployment "{name}"')
+    is_here = is_legal_name(name) and run.store_file.is_file()
+    try:
+        chosen = [run.record().target]
+    except PenstockError:  # no folder, or a bare store: one of that name elsewhere is another deployment
+        chosen = [] if is_here or not is_legal_name(name) else [*targets.TABLE]
+    items, silent = _of_targets(chosen, lambda target: target.kept_keys(name))
+    if is_here:
+        what = f'{_stored(run) or "no keys, no requests"} of the deployment "{name}"'
+        items.append(Leftover("keys", str(run.store_file), what))
+    if not items:
+        kept = sorted(path.parent.name for path in (home() / "runs").glob(f"[!.]*/{run.store_file.name}"))
+        known = f"Kept on this machine are those of: {', '.join(kept)}." if kept else "None are kept on this machine."
+        raise UserError(f'cannot find keys and usage of "{name}"', detail="\n".join(silent) or None, hint=known)
+    return Leftovers(items, silent=silent)
 
 
 def _stored(run: Run) -> str:
@@ -142,16 +151,17 @@ def _stored(run: Run) -> str:
             n_requests = sum(line.n_requests for line in UsageStore(database).usage(("model",)))
     except PenstockError:
         return "keys and usage that cannot be read"
-    if not n_keys and not n_requests:
-        return ""
-    return f"{n_keys} key{'s' * (n_keys != 1)} and {n_requests} request{'s' * (n_requests != 1)}"
+    texts = (f"{n_keys} key{'s' * (n_keys != 1)}", f"{n_requests} request{'s' * (n_requests != 1)}")
+    return " and ".join(texts) if n_keys or n_requests else ""
 
 
-def _of_targets() -> tuple[list[Leftover], list[str]]:
+def _of_targets(
+    names: Iterable[str], ask: Callable[[Target], list[run_folder.Left]]
+) -> tuple[list[Leftover], list[str]]:
     items, silent = list[Leftover](), list[str]()
-    for target in map(targets.load, targets.TABLE):
+    for target in map(targets.load, names):
         try:
-            items += [Leftover(target.name, left.place, left.what, left=left) for left in target.leftovers()]
+            items += [Leftover(target.name, left.place, left.what, left=left) for left in ask(target)]
         except PenstockError as exc:
             silent.append(exc.message)
     return items, silent
@@ -161,9 +171,8 @@ def _process_facts(process: Marked) -> ProcessFacts:
     # A node on a machine that others share has no run folder there: the target that placed it ends it.
     is_near = process.run.startswith("/") and processes.is_near(process.pid)
     folder = _folder_seen_by(process) if is_near else "unseen"
-    return ProcessFacts(
-        process, is_near and (folder == "unseen" or Path(process.run).parent == home() / "runs"), folder
-    )
+    is_of_home = Path(process.run).parent == home() / "runs"
+    return ProcessFacts(process, is_near and (folder == "unseen" or is_of_home), folder)
 
 
 def _folder_seen_by(process: Marked) -> FolderState:
@@ -176,7 +185,7 @@ def _folder_seen_by(process: Marked) -> FolderState:
 def _state_of(run: Run, run_id: str | None = None) -> FolderState:
     """A run folder as it looks from here, for a process of the launch `run_id`."""
     try:
-        if run.path not in run.path.parent.iterdir() or _has_only_a_store(run):
+        if run.path not in run.path.parent.iterdir() or not _more_than_a_store(run):
             return "absent"
         if run_folder.is_locked(run):  # some command is changing it: a `down` may drain for minutes
             return "living"
@@ -190,10 +199,10 @@ def _state_of(run: Run, run_id: str | None = None) -> FolderState:
     return "ended" if run.is_ended() else "living"
 
 
-def _has_only_a_store(run: Run) -> bool:
-    """Whether `clean` removed the rest of the folder."""
-    names = [path.name for path in run.path.iterdir()]
-    return run.store_file.name in names and all(name.startswith(run.store_file.name) for name in names)
+def _more_than_a_store(run: Run) -> list[Path]:
+    """What `clean` removes of an ended run whose keys and usage stay. The record is last: it makes the folder a run."""
+    paths = [path for path in run.path.iterdir() if not path.name.startswith(run.store_file.name)]
+    return sorted(paths, key=lambda path: path.name == "run.json")
 
 
 def _writes_a_log(pid: int) -> bool:

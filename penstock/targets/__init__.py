@@ -239,6 +239,10 @@ class Target(Facts, ABC):
         """What it still has of deployments that are gone; `finish` ends each.  Raises PenstockError as `adopt` does."""
         return []
 
+    def kept_keys(self, name: str) -> list[Left]:
+        """The keys and usage that it keeps of an ended deployment.  Raises PenstockError as `adopt` does."""
+        return []
+
     def tunnel(self, run: Run, port: int, kind: Kind = "gateway") -> AbstractContextManager[Tunnel]:
         """A tunnel from this port of 127.0.0.1 to the gateway or the chat page. Only with the capability "tunnels"."""
         raise UserError(f'cannot open a tunnel to target "{self.name}"')
@@ -271,10 +275,8 @@ def assumed(machine: Machine, reason: str) -> Machine:
 def load(name: str) -> Target:
     """The target of that name, one in a process, so that it may remember.  Raises UserError when there is none."""
     if name not in TABLE:
-        raise UserError(
-            f'cannot use target "{name}": this version of penstock has no such target',
-            hint=f"Targets here: {', '.join(TABLE)}.",
-        )
+        message = f'cannot use target "{name}": this version of penstock has no such target'
+        raise UserError(message, hint=f"Targets here: {', '.join(TABLE)}.")
     module, _, attribute = TABLE[name].partition(":")
     target = getattr(importlib.import_module(module), attribute)()
     assert isinstance(target, Target)

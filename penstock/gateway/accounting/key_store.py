@@ -102,10 +102,16 @@ class KeyStore:
             return self.find(key_id), secret
 
     def introduce(self, name: str, digest: str, now: float) -> None:
-        """A key whose secret only its owner has: `digest` is its hash. Nothing where any key ever had that name."""
+        """A key whose secret only its owner has: `digest` is its hash. Once: it may be rotated or revoked since.
+
+        Its name has the beginning of the hash behind it where another key ever had that name: an earlier launch's.
+        """
+        key_id = f"key_{digest[:12]}"
         with self._writing_keys():
-            if not any(key.name == name for key in self.all()):
-                row = (digest, self._add_key(name, Limits(), now), "", now, None)
+            keys = self.all()
+            if all(key.id != key_id and digest not in [s.hash for s in key.secrets] for key in keys):
+                name = f"{name}-{digest[:6]}" if any(key.name == name for key in keys) else name
+                row = (digest, self._add_key(name, Limits(), now, key_id), "", now, None)
                 self._database.execute("INSERT INTO api_secrets VALUES (?, ?, ?, ?, ?)", row)
 
     def rotate(self, name_or_id: str, grace_s: float, now: float) -> tuple[ApiKey, str]:
@@ -164,10 +170,8 @@ class KeyStore:
             if name_or_id in (key.name, key.id):
                 return key
         close = nearest(name_or_id, [key.name for key in living])
-        raise UserError(
-            f'cannot find key "{name_or_id[:80]}"',
-            hint=f'Did you mean "{close}"?' if close else "penstock keys list shows them.",
-        )
+        message = f'cannot find key "{name_or_id[:80]}"'
+        raise UserError(message, hint=f'Did you mean "{close}"?' if close else "penstock keys list shows them.")
 
     def all(self) -> list[ApiKey]:
         """All keys, revoked ones too, oldest first."""
@@ -188,8 +192,8 @@ class KeyStore:
     def revision(self) -> int:
         return int(self._database.all("SELECT value FROM meta WHERE name = 'keys_revision'")[0][0])
 
-    def _add_key(self, name: str, limits: Limits, now: float) -> str:
-        key = ApiKey(f"key_{secrets.token_hex(6)}", name, limits, now)
+    def _add_key(self, name: str, limits: Limits, now: float, key_id: str | None = None) -> str:
+        key = ApiKey(key_id or f"key_{secrets.token_hex(6)}", name, limits, now)
         self._database.execute(
             f"INSERT INTO api_keys VALUES ({', '.join('?' * 10)})",
             (key.id, name, msgspec.json.encode(limits.models).decode(), limits.rpm, limits.tpm)

@@ -182,9 +182,8 @@ class Workbench:
     def _get(self, path: str) -> Object:
         answer = self._ask("GET", path)
         if not isinstance(answer, dict):
-            raise PenstockError(
-                f"cannot read the answer of {self.url}{path}: it is no object", detail=str(answer)[:200]
-            )
+            message = f"cannot read the answer of {self.url}{path}: it is no object"
+            raise PenstockError(message, detail=str(answer)[:200])
         return answer
 
     def _create(self, path: str, body: Object) -> Object:

@@ -54,10 +54,8 @@ class Judge(msgspec.Struct, frozen=True):
         kept = {name: value for name, value in body.items() if name not in LEFT_OUT or self.takes(method, path, name)}
         problems = self.problems(method, path, kept)
         if problems:
-            raise PenstockError(
-                f"cannot send {method} {path}: this version of the workbench takes it otherwise",
-                detail="\n".join(problems),
-            )
+            message = f"cannot send {method} {path}: this version of the workbench takes it otherwise"
+            raise PenstockError(message, detail="\n".join(problems))
         return kept
 
     def _schema(self, method: str, path: str) -> Any:

@@ -41,9 +41,8 @@ def _file_problems(deployment: Deployment) -> Iterator[Problem]:
     if block.workbench is not None:
         parts = urlsplit(block.workbench)
         if parts.scheme not in ("https", "http") or not parts.hostname or parts.path.strip("/"):
-            yield Problem(
-                "cloudera.workbench", f'"{block.workbench}" is no URL of a workbench', "https://HOST, no path"
-            )
+            message = f'"{block.workbench}" is no URL of a workbench'
+            yield Problem("cloudera.workbench", message, "https://HOST, no path")
     if block.project is None and not session.is_in_pod():
         yield Problem("cloudera.project", "is not set", "the name of a project in which you may run jobs")
     if block.public and deployment.gateway.auth == "none":
@@ -98,17 +97,12 @@ def _noted(problems: list[Problem]) -> Iterator[None]:
 # ---- what the pods get -----------------------------------------------------------------------------------------------
 
 
-def _wants_gpus(deployment: Deployment) -> bool:
-    hardware = deployment.hardware
-    wants = hardware.gpu is not None or bool(hardware.gpus_per_node) or block_of(deployment).gpu_type is not None
-    return hardware.gpus_per_node != 0 and (wants or deployment.engine.kind == "vllm")
-
-
 def _gpus(workbench: Workbench, deployment: Deployment) -> tuple[list[Problem], Choices]:
     """The label that the pods ask for: that of the file, or the only one."""
-    if not _wants_gpus(deployment):
-        return [], Choices(most_gpus=0)
     wanted, hardware = block_of(deployment).gpu_type, deployment.hardware
+    is_asked = bool(hardware.gpu or hardware.gpus_per_node or wanted) or deployment.engine.kind == "vllm"
+    if hardware.gpus_per_node == 0 or not is_asked:
+        return [], Choices(most_gpus=0)
     rows = {str(row.get("label_value")): row for row in workbench.gpu_labels()}
     if not rows:
         return [Problem("cloudera.gpu_type", f"{workbench.url} has no GPUs", "hardware.gpus_per_node: 0")], Choices()

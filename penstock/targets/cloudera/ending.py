@@ -131,29 +131,39 @@ def without_folder(workbench: Workbench, place: folder.Place) -> list[Left]:
         name = names.deployment_in(str(row.get("name")))
         if name is not None:
             titles[name] = titles.get(name, 0) + 1
-    where = f'project "{place.project or place.project_id}" of {place.workbench}'
-    lost = []
-    for name, count in sorted(titles.items()):
-        record = names.in_project(f"{names.run_path(name)}/run.json")
-        if workbench.download(record) is None:
-            what = f'{count} workload{"s" if count > 1 else ""} of "{name}"'
-            lost.append(Left(placing.TARGET, name, where, what, msgspec.to_builtins(place)))
+    counts = {name: (f'of "{name}"', count) for name, count in sorted(titles.items()) if not _is_there(workbench, name)}
     for own, count in measuring.lost(workbench).items():
-        what = f"{count} workload{'s' if count > 1 else ''} of a measurement of `doctor`"
-        lost.append(Left(placing.TARGET, f"{_MEASUREMENT}{own}", where, what, msgspec.to_builtins(place)))
-    return lost
+        counts[f"{_MEASUREMENT}{own}"] = ("of a measurement of `doctor`", count)
+    whats = {name: f"{count} workload{'s' * (count > 1)} {of}" for name, (of, count) in counts.items()}
+    return [_left(place, name, what) for name, what in whats.items()]
 
 
-def end_lost(workbench: Workbench, name: str) -> None:
+def kept_keys(workbench: Workbench, place: folder.Place, name: str) -> list[Left]:
+    """What `folder.remove` keeps of a deployment that has ended."""
+    if _is_there(workbench, name) or not folder.kept_keys(workbench, name):
+        return []
+    return [_left(place, name, f'keys and usage of "{name}"', with_keys=True)]
+
+
+def _left(place: folder.Place, name: str, what: str, with_keys: bool = False) -> Left:
+    where = f'project "{place.project or place.project_id}" of {place.workbench}'
+    return Left(placing.TARGET, name, where, what, {**msgspec.to_builtins(place), "with_keys": with_keys})
+
+
+def _is_there(workbench: Workbench, name: str) -> bool:
+    return workbench.download(names.in_project(f"{names.run_path(name)}/run.json")) is not None
+
+
+def end_lost(workbench: Workbench, name: str, with_keys: bool) -> None:
     """Stop and delete what a deployment without a folder, or a measurement, has left.  Raises PenstockError."""
     if name.startswith(_MEASUREMENT):
         measuring.remove(workbench, name.removeprefix(_MEASUREMENT))
         return
-    if workbench.download(names.in_project(f"{names.run_path(name)}/run.json")) is not None:
-        raise PenstockError(f'cannot remove workloads of "{name}": it was started again')
+    if _is_there(workbench, name):
+        raise PenstockError(f'cannot remove what is left of "{name}": it was started again')
     applications, jobs = _workloads(workbench, name)
     for row in applications:
         placing.end_application(workbench, str(row["id"]))
     placing.end_jobs(workbench, placing.runs_of(workbench, jobs))
     with contextlib.suppress(PenstockError):
-        folder.remove(workbench, name)
+        folder.remove(workbench, name, with_keys)

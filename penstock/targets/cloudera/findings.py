@@ -126,15 +126,11 @@ def _reach(reading: Reading, deployment: Deployment) -> Iterator[Finding]:
     pairs = [words for group in blocked.values() for words in group]
     between_nodes = all(_NAMES["application"] not in words for words in pairs)
     state: State = "warning" if between_nodes and deployment.hardware.nodes == 1 else "bad"
-    text = "no pod reaches another" if not times else "; ".join(_grouped(blocked))
+    more = {answer: f" and {len(words) - 3} more" * (len(words) > 3) for answer, words in blocked.items()}
+    groups = [f"{answer}: {', '.join(words[:3])}{more[answer]}" for answer, words in blocked.items()]
+    text = "no pod reaches another" if not times else "; ".join(groups)
     cure = _POLICY if has_workers or times else f"Set cloudera.nodes: workers, whose network is documented. {_POLICY}"
     yield Finding("network", state, f"{text} (ports {shown})", cure)
-
-
-def _grouped(blocked: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    for answer, words in blocked.items():
-        more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-        yield f"{answer}: {', '.join(words[:3])}{more}"
 
 
 def _shared_memory(notes: Sequence[Note], deployment: Deployment) -> Finding:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -164,20 +165,28 @@ def adopt(workbench: Workbench, name: str, block: Cloudera) -> Run | None:
     return run
 
 
-def remove(workbench: Workbench, name: str) -> None:
-    """The run folder in the project, files first: whether a folder goes with what is in it is not documented."""
-    remove_folder(workbench, _there(name))
+def remove(workbench: Workbench, name: str, with_keys: bool = False) -> None:
+    """The run folder in the project, but for keys and usage."""
+    remove_folder(workbench, _there(name), keeps=() if with_keys else kept_keys(workbench, name))
 
 
-def remove_folder(workbench: Workbench, folder: str, depth: int = _MOST_DEPTH) -> None:
+def kept_keys(workbench: Workbench, name: str) -> list[str]:
+    """The paths of the files with a deployment's keys and usage."""
+    paths = [path_of(row, _there(name)) for row in workbench.files(_there(name))]
+    return [path for path in paths if path.startswith(_there(name, Run(Path(name)).store_file.name))]
+
+
+def remove_folder(workbench: Workbench, folder: str, depth: int = _MOST_DEPTH, keeps: Collection[str] = ()) -> None:
+    """Files first: whether a folder goes with what is in it is not documented. It stays with what it `keeps`."""
     for row in workbench.files(folder) if depth else ():
         path = path_of(row, folder)
         if row.get("is_dir"):
             remove_folder(workbench, path, depth - 1)
-        else:
+        elif path not in keeps:
             workbench.delete_file(path)
-    with contextlib.suppress(PenstockError):  # an empty folder may be no file that can be deleted
-        workbench.delete_file(folder)
+    if not keeps:
+        with contextlib.suppress(PenstockError):  # an empty folder may be no file that can be deleted
+            workbench.delete_file(folder)
 
 
 def path_of(row: Object, folder: str) -> str:

@@ -60,11 +60,8 @@ def ask(workbench: Workbench, run: Run, words: tuple[str, ...]) -> Done:
             return msgspec.json.decode(data, type=Done)
         time.sleep(_LOOK_S)
     workbench.delete_file(f"{name}.question")
-    raise PenstockError(
-        f'the application of "{run.name}" did not answer within {_ANSWER_S:.0f} s',
-        hint=f"Whether it runs: penstock status {run.name}",
-        is_retryable=True,
-    )
+    message = f'the application of "{run.name}" did not answer within {_ANSWER_S:.0f} s'
+    raise PenstockError(message, hint=f"Whether it runs: penstock status {run.name}", is_retryable=True)
 
 
 def _asked(arguments: list[str]) -> Done:

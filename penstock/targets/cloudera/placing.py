@@ -51,7 +51,7 @@ def place(workbench: Workbench, run: Run, units: Collection[Unit]) -> Handle:
         raise problems[0]
     if workers.are_used(run.deployment()) and not is_inside and entries != before:
         _write_handle(workbench, run, entries, is_inside)  # the launcher reads it there
-        workers.await_stop(workbench, run, _names_of(leaving))
+        wait(lambda: not workers.living(workbench, run, _names_of(leaving)), workers.STOP_S)
     return Handle(TARGET, {unit.key: entries[unit.key] for unit in sorted(map(unit_of, entries), key=order)})
 
 

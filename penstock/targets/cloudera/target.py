@@ -193,15 +193,20 @@ class ClouderaAi(Target):
         return None
 
     def leftovers(self) -> list[Left]:
-        return [left for block in self._blocks(None) for left in self._lost(block)]
+        return [left for place in map(self._place, self._blocks(None)) for left in ending.without_folder(*place)]
 
-    def _lost(self, block: Cloudera) -> list[Left]:
+    def kept_keys(self, name: str) -> list[Left]:
+        run = Run(home() / "runs" / name)
+        blocks = self._blocks(run.deployment() if run.exists() else None)
+        return [left for place in map(self._place, blocks) for left in ending.kept_keys(*place, name)]
+
+    def _place(self, block: Cloudera) -> tuple[Workbench, Place]:
         workbench = self._connected(block)
-        place = Place(workbench.url, workbench.project_id, block.project, block.key_file, block.ca_file)
-        return ending.without_folder(workbench, place)
+        return workbench, Place(workbench.url, workbench.project_id, block.project, block.key_file, block.ca_file)
 
     def tunnel(self, run: Run, port: int, kind: Kind = "gateway") -> AbstractContextManager[Tunnel]:
-        if not session.is_inside(run) and self._gateway_is_unknown(run):
+        self.fetch(run)
+        if not session.is_inside(run) and not run.gateway_address_file.exists():
             raise no_address(run.name)
         workbench = self._workbench_of(run)
         placing.require_gateway(workbench, run)
@@ -210,10 +215,6 @@ class ClouderaAi(Target):
             [*words, *(["ui"] if kind == "ui" else [])], port,
             lambda complaint: PenstockError(f"could not open a way to {workbench.url}", detail=complaint or None),
         )  # fmt: skip
-
-    def _gateway_is_unknown(self, run: Run) -> bool:
-        self.fetch(run)
-        return not run.gateway_address_file.exists()
 
     def inside(self, run: Run, words: Sequence[str], is_terminal: bool) -> list[str]:
         return [sys.executable, "-m", "penstock.targets.cloudera.inside", str(run.path), *words]
@@ -229,9 +230,8 @@ class ClouderaAi(Target):
         return list({(block.workbench, block.project): block for block in blocks if block.workbench}.values())
 
     def _workbench_of(self, run: Run) -> Workbench:
-        workbench = self._connected(names.block_of(run.deployment()))
-        block = names.block_of(run.deployment())
-        folder.note_place(run, Place(workbench.url, workbench.project_id, block.project, block.key_file, block.ca_file))
+        workbench, place = self._place(names.block_of(run.deployment()))
+        folder.note_place(run, place)
         return workbench
 
     def _connected(self, block: Cloudera) -> Workbench:
@@ -249,4 +249,4 @@ def finish(left: Left) -> None:
     block = Cloudera(workbench=place.workbench, project=place.project, key_file=place.key_file, ca_file=place.ca_file)
     workbench = session.connect(block)
     session.find_project(workbench, block)
-    ending.end_lost(workbench, left.run_id)
+    ending.end_lost(workbench, left.run_id, left.facts.get("with_keys", False))

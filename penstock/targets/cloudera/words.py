@@ -81,16 +81,12 @@ def placement_of_replica(nodes: Mapping[int, NodeRun], what: Literal["job", "wor
     ends = [(node.note.ends_at, node.note.ends_by) for node in nodes.values() if node.note.ends_at is not None]
     queued = [rank for rank, state in lives.items() if state == "queued"]
     if queued:
-        return Placement("queued", _why_queued(nodes, queued, many))
+        which = f"{len(queued)} of {len(nodes)} nodes wait" if many else "waits"
+        reason = next((f": {nodes[rank].failure}" for rank in queued if nodes[rank].failure), "")
+        return Placement("queued", f"{which} for a machine of the workbench{reason}")
     where = ", ".join(node.note.address for node in nodes.values() if node.note.address)
     ends_at, ends_by = min(ends, key=lambda end: end[0], default=(None, None))
     return Placement("placed", ends_at=ends_at, ends_by=ends_by, where=where or None)
-
-
-def _why_queued(nodes: Mapping[int, NodeRun], queued: Sequence[int], many: bool) -> str:
-    which = f"{len(queued)} of {len(nodes)} nodes wait" if many else "waits"
-    reason = next((nodes[rank].failure for rank in queued if nodes[rank].failure), None)
-    return f"{which} for a machine of the workbench{f': {reason}' if reason else ''}"
 
 
 def why_gone(node: NodeRun) -> str:

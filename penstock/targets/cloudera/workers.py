@@ -22,7 +22,7 @@ from penstock.targets.waiting import wait
 from penstock.wire.client import Client
 
 _ADMIN_S = 3.0
-_STOP_S = 15.0  # until the launcher has read what it shall stop, and the workbench has
+STOP_S = 15.0  # until the launcher has read what it shall stop, and the workbench has
 _ENDED_WITH_IT = "ended with the application that launched it"
 
 
@@ -91,11 +91,6 @@ def leave(workbench: Workbench, run: Run, leaving: Iterable[str], wanted: Collec
         wait(lambda: not living(workbench, run, wanted), timeout_s)
 
 
-def await_stop(workbench: Workbench, run: Run, wanted: Collection[str]) -> None:
-    """After a handle without them: until the launcher has stopped them."""
-    wait(lambda: not living(workbench, run, wanted), _STOP_S)
-
-
 def end_all(workbench: Workbench, run: Run, word_s: float) -> None:
     """Wait for those that leave by word, then let the launcher stop the others while it still can."""
     if wait(lambda: not living(workbench, run), word_s):
@@ -104,7 +99,7 @@ def end_all(workbench: Workbench, run: Run, word_s: float) -> None:
         (run.path / names.WORKERS_END).touch()
     else:
         workbench.upload(_there(run, names.WORKERS_END), b"{}")
-    wait(lambda: not living(workbench, run), _STOP_S)
+    wait(lambda: not living(workbench, run), STOP_S)
 
 
 def _there(run: Run, file: str) -> str:

@@ -103,9 +103,8 @@ def _block_problems(deployment: Deployment) -> Iterator[Problem]:
     for field in ("labels", "node_selector"):
         for key, value in getattr(block, field).items():
             if not (_LABEL_KEY.match(key) and _LABEL_VALUE.match(value)):
-                yield Problem(
-                    f"kubernetes.{field}", f'"{key}: {value}" is no label', "at most 63 characters a-zA-Z0-9_.-"
-                )
+                message = f'"{key}: {value}" is no label'
+                yield Problem(f"kubernetes.{field}", message, "at most 63 characters a-zA-Z0-9_.-")
     for field in ("labels", "annotations"):
         ours = [
             key for key in getattr(block, field) if key in objects.labels("", "") or key.startswith("penstock.dev/")
@@ -238,9 +237,8 @@ def _secret_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
         if secret is None:
             yield Problem(f"kubernetes.{field}", _absent("Secret", name, api), _how_to_make(field, name, api))
         elif lacking:
-            yield Problem(
-                f"kubernetes.{field}", f'Secret "{name}" has no key "{lacking[0]}"', _how_to_make(field, name, api)
-            )
+            message = f'Secret "{name}" has no key "{lacking[0]}"'
+            yield Problem(f"kubernetes.{field}", message, _how_to_make(field, name, api))
     if block.service_account is not None and api.find("ServiceAccount", block.service_account) is None:
         yield Problem("kubernetes.service_account", _absent("ServiceAccount", block.service_account, api))
 
@@ -271,9 +269,8 @@ def _class_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
         names = sorted(row["metadata"]["name"] for row in api.list(kind))
         if name not in names:
             shown = ", ".join(names[:_SHOWN]) or "none"
-            yield Problem(
-                f"kubernetes.{field}", f'there is no {kind.rpartition("/")[2]} "{name}"', f"there are: {shown}"
-            )
+            message = f'there is no {kind.rpartition("/")[2]} "{name}"'
+            yield Problem(f"kubernetes.{field}", message, f"there are: {shown}")
 
 
 def _storage_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
@@ -364,9 +361,8 @@ def _security_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
         return
     what = f'namespace "{api.namespace}" enforces Pod Security "{level}"'
     if source is not None and source.kind == "host":
-        yield Problem(
-            "cache.weights", f"a folder of the nodes, but {what}", "use a claim: cache.weights: pvc:CLAIM/PATH"
-        )
+        message = f"a folder of the nodes, but {what}"
+        yield Problem("cache.weights", message, "use a claim: cache.weights: pvc:CLAIM/PATH")
     for field in _HOST_FIELDS:
         if spec.get(field):
             yield Problem(f"kubernetes.patch.spec.{field}", f"not allowed: {what}")

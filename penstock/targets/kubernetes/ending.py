@@ -37,7 +37,10 @@ def end(api: Api, run: Run, grace_s: float) -> None:
     api.delete("Deployment", objects.ui(name))
     for kind in ("controller", "gateway"):
         if api.delete("Deployment", f"{name}-{kind}"):
-            wait(functools.partial(_has_no_pod, api, name, kind), grace_s + SPARE_S)
+            wait(
+                functools.partial(lambda labels: not api.list("Pod", labels), objects.labels(name, kind)),
+                grace_s + SPARE_S,
+            )
     for kind in ("StatefulSet", "LeaderWorkerSet", "Job"):
         if kind != "LeaderWorkerSet" or api.knows(*_LWS):
             api.delete_all(kind, objects.labels(name))
@@ -82,7 +85,7 @@ def end_weights(api: Api, run: Run) -> None:
 
 
 def without_anchor(api: Api) -> list[Left]:
-    """Objects with our labels whose deployment's anchor is gone, by deployment; not those that keep weights."""
+    """Objects with our labels whose deployment's anchor is gone, by deployment; not those that outlive it."""
     ours = {objects.MANAGED_BY: objects.MANAGER}
     by_name: dict[str, list[tuple[str, str]]] = {}
     for kind in _KINDS:
@@ -90,19 +93,25 @@ def without_anchor(api: Api) -> list[Left]:
             labels, own_name = row["metadata"]["labels"], row["metadata"]["name"]
             if not weights.is_kept({"kind": kind, **row}):
                 by_name.setdefault(labels.get(objects.INSTANCE, ""), []).append((kind, own_name))
-    place = f'namespace "{api.namespace}" of context "{api.context}"'
     return [
-        Left(
-            TARGET, name, place, f'{len(rows)} objects of "{name}"',
-            {"context": api.context, "namespace": api.namespace, "objects": rows},
-        )
+        _left(api, name, rows, f'{len(rows)} objects of "{name}"')
         for name, rows in sorted(by_name.items())
         if ("ConfigMap", objects.anchor(name)) not in rows
-    ]  # fmt: skip
+    ]
 
 
-def _has_no_pod(api: Api, name: str, component: str) -> bool:
-    return not api.list("Pod", objects.labels(name, component))
+def kept_keys(api: Api, name: str) -> list[Left]:
+    """The claim with the keys and usage of a deployment that has ended."""
+    claim = api.find("PersistentVolumeClaim", objects.store(name))
+    if claim is None or not weights.is_kept(claim) or api.find("ConfigMap", objects.anchor(name)) is not None:
+        return []
+    rows = [("PersistentVolumeClaim", objects.store(name))]
+    return [_left(api, name, rows, f'keys and usage of "{name}", in claim "{objects.store(name)}"')]
+
+
+def _left(api: Api, name: str, rows: list[tuple[str, str]], what: str) -> Left:
+    place = f'namespace "{api.namespace}" of context "{api.context}"'
+    return Left(TARGET, name, place, what, {"context": api.context, "namespace": api.namespace, "objects": rows})
 
 
 def _listed(api: Api, kind: str, labels: Mapping[str, str]) -> list[Object]:

@@ -55,11 +55,7 @@ _TABLE = {
     "v100-sxm2-16": _Places(gke=("nvidia-tesla-v100",), sizes={"p3": "2xlarge 8xlarge 16xlarge"}),
     "v100-sxm2-32": _Places(sizes={"p3dn": "24xlarge"}, azure=("Standard_ND40rs_v2",)),
     "a10g": _Places(ec2="a10g", sizes={"g5": f"{_XLARGE} 24xlarge 48xlarge"}),
-    "l4": _Places(
-        gke=("nvidia-l4",),
-        ec2="l4",
-        sizes={"g6": f"{_XLARGE} 24xlarge 48xlarge", "gr6": "4xlarge 8xlarge"},
-    ),
+    "l4": _Places(gke=("nvidia-l4",), ec2="l4", sizes={"g6": f"{_XLARGE} 24xlarge 48xlarge", "gr6": "4xlarge 8xlarge"}),
     "l40s": _Places(ec2="l40s", sizes={"g6e": f"{_XLARGE} 24xlarge 48xlarge"}),
     "a100-sxm4-40": _Places(gke=("nvidia-tesla-a100",), sizes={"p4d": "24xlarge"}, azure=("Standard_ND96asr_v4",)),
     "a100-sxm4-80": _Places(

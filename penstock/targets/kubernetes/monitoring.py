@@ -84,10 +84,7 @@ def _operator(deployment: Deployment, component: str, more: dict[str, str]) -> O
         "path": "/metrics",
         "interval": _EVERY,
         "honorLabels": True,  # the gateway's series name the replica that they are of
-        "authorization": {
-            "type": "Bearer",
-            "credentials": {"name": objects.scrape(deployment.name), "key": "token"},
-        },
+        "authorization": {"type": "Bearer", "credentials": {"name": objects.scrape(deployment.name), "key": "token"}},
         "relabelings": relabelings,
     }
     selector = {"matchLabels": objects.labels(deployment.name, component, **more)}

@@ -47,9 +47,8 @@ def problems(deployment: Deployment) -> Iterator[Problem]:
     elif url is not None and not is_keda:
         yield Problem("kubernetes.prometheus_url", "is for replicas.actuator: keda", "remove it")
     elif url is not None and not url.startswith(("http://", "https://")):
-        yield Problem(
-            "kubernetes.prometheus_url", f'"{url}" is no URL', "example: http://prometheus.monitoring.svc:9090"
-        )
+        message = f'"{url}" is no URL'
+        yield Problem("kubernetes.prometheus_url", message, "example: http://prometheus.monitoring.svc:9090")
 
 
 def foreign_owners(deployment: Deployment, autoscalers: Sequence[Object]) -> Iterator[Problem]:

@@ -86,7 +86,9 @@ class Kubernetes(Target):
         except PenstockError as exc:
             return [Problem("target", exc.message, exc.hint)]
         is_gke = api.knows("networking.gke.io/v1", "GCPBackendPolicy")
-        self._cluster = manifests.Cluster(_monitors(api), is_gke, _newest_hpa(api))
+        has_v2 = api.knows("autoscaling/v2", "HorizontalPodAutoscaler")
+        hpa: scaling.HpaVersion = "autoscaling/v2" if has_v2 else "autoscaling/v2beta2"
+        self._cluster = manifests.Cluster(_monitors(api), is_gke, hpa)
         return checks.problems(api, deployment)
 
     def warnings(self, deployment: Deployment) -> tuple[str, ...]:
@@ -250,6 +252,13 @@ class Kubernetes(Target):
         apis = [self._connected(*place) for place in sorted(places - {(current.context, current.namespace)}, key=str)]
         return [left for api in [current, *apis] for left in ending.without_anchor(api)]
 
+    def kept_keys(self, name: str) -> list[Left]:
+        if not access.is_configured():
+            return []
+        cluster = folder.cluster_of(Run(home() / "runs" / name))
+        api = self._connected(*((None, None) if cluster is None else (cluster.context, cluster.namespace)))
+        return ending.kept_keys(api, name)
+
     def tunnel(self, run: Run, port: int, kind: Kind = "gateway") -> AbstractContextManager[Tunnel]:
         api, deployment = self._api_of(run), run.deployment()
         service, its_port = objects.gateway(run.name), deployment.gateway.port
@@ -318,10 +327,6 @@ def _with_weights(api: Api, run: Run, placement: Placement, pods: Sequence[Objec
         return placement
     reason = said if is_lost else placement.reason.replace(reasons.WAITS, said)
     return msgspec.structs.replace(placement, reason=reason, is_final=is_lost)
-
-
-def _newest_hpa(api: Api) -> scaling.HpaVersion:
-    return "autoscaling/v2" if api.knows("autoscaling/v2", "HorizontalPodAutoscaler") else "autoscaling/v2beta2"
 
 
 def _monitors(api: Api) -> monitoring.Kinds:

@@ -108,9 +108,9 @@ def claim_name(model: str) -> str:
 
 
 def is_kept(row: Object) -> bool:
-    """Whether an object outlives deployments: a claim with weights. It is made once and never changed."""
+    """Whether an object outlives deployments: a claim with weights, or with keys and usage. It is made once."""
     labels = row["metadata"].get("labels") or {}
-    return row.get("kind") == "PersistentVolumeClaim" and labels.get(objects.COMPONENT) == COMPONENT
+    return row.get("kind") == "PersistentVolumeClaim" and labels.get(objects.COMPONENT) in (COMPONENT, "gateway")
 
 
 def has_failed(job: Object) -> bool:
@@ -177,10 +177,8 @@ def in_pods(plan: Plan, deployment: Deployment) -> Plan:
         inside = place.inside if place is not None else PurePosixPath(model.path).name
     if source.kind in ("claim", "pod"):
         if place is None:
-            raise UserError(
-                f'cannot bring model "{model.reference}" to the pods: it is a folder of this machine',
-                hint=_FOLDER_HINT,
-            )
+            message = f'cannot bring model "{model.reference}" to the pods: it is a folder of this machine'
+            raise UserError(message, hint=_FOLDER_HINT)
         path = str(PurePosixPath(MODELS_FOLDER, place.folder, "snapshots", place.revision, inside))
     elif source.kind == "s3":
         path = f"s3://{source.name}/{source.path}"
