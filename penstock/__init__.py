@@ -16,23 +16,8 @@ if TYPE_CHECKING:
     from penstock.wire.client import Client
 
 __version__ = "0.1.0"
-__all__ = [
-    "Client",
-    "Deployment",
-    "PenstockError",
-    "RunningDeployment",
-    "Sizing",
-    "State",
-    "UserError",
-    "down",
-    "logs",
-    "plan",
-    "scale",
-    "sleep",
-    "status",
-    "up",
-    "wake",
-]
+__all__ = ["Client", "Deployment", "PenstockError", "RunningDeployment", "Sizing", "State", "UserError"]
+__all__ += ["down", "logs", "plan", "scale", "sleep", "status", "up", "wake"]
 
 _MODULES = {
     "Client": "penstock.wire.client",

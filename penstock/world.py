@@ -101,6 +101,8 @@ class RealWorld:
         self.now: Callable[[], float] = time.monotonic
         self.unix: Callable[[], float] = time.time
         self.sleep: Callable[[float], None] = time.sleep
+        self.event: Callable[[], Event] = threading.Event
+        self.condition: Callable[[], Condition] = threading.Condition
 
     @property
     def processes(self) -> Processes:
@@ -110,12 +112,6 @@ class RealWorld:
 
     async def pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
-
-    def event(self) -> Event:
-        return threading.Event()
-
-    def condition(self) -> Condition:
-        return threading.Condition()
 
     def thread(self, work: Callable[[], None], name: str) -> Thread:
         thread = threading.Thread(target=work, name=name, daemon=True)

@@ -87,10 +87,8 @@ def _trace(options: argparse.Namespace) -> Trace:
 
 def _check_size(n_requests: float) -> None:
     if n_requests > _MOST_REQUESTS:
-        raise UserError(
-            f"cannot simulate {n_requests:,.0f} requests, at most {_MOST_REQUESTS:,}",
-            hint="Give less --scale-load or --hours.",
-        )
+        message = f"cannot simulate {n_requests:,.0f} requests, at most {_MOST_REQUESTS:,}"
+        raise UserError(message, hint="Give less --scale-load or --hours.")
 
 
 def _text(known: Reference, rows: Sequence[Row]) -> str:

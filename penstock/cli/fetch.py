@@ -98,10 +98,8 @@ def _fetch(options: argparse.Namespace) -> int:
     source, deployment = _source(options)
     if deployment is not None and deployment.model == DEMO_MODEL:
         if options.verify:
-            raise UserError(
-                f'cannot verify "{DEMO_MODEL}": it is a part of penstock, and was not fetched',
-                hint="pip install --force-reinstall penstock brings its files again.",
-            )
+            message = f'cannot verify "{DEMO_MODEL}": it is a part of penstock, and was not fetched'
+            raise UserError(message, hint="pip install --force-reinstall penstock brings its files again.")
         print(files.BUNDLED)
         return 0
     assert source is not None
@@ -198,10 +196,8 @@ def _verify(options: argparse.Namespace, source: Source, cache: Path | None) -> 
     folder = options.to or model_fetch.found(source, cache)
     facts = manifest.read(folder) if folder is not None else None
     if folder is None or facts is None:
-        raise UserError(
-            f'cannot verify "{source}": there is no {manifest.NAME} {f"in {folder}" if folder else "here"}',
-            hint=f"{_again(options)} compares the files with their source, and writes it.",
-        )
+        message = f'cannot verify "{source}": there is no {manifest.NAME} {f"in {folder}" if folder else "here"}'
+        raise UserError(message, hint=f"{_again(options)} compares the files with their source, and writes it.")
     began = time.monotonic()
     with FetchDisplay(sys.stderr, options.json) as display:
         problems = manifest.verify(folder, _counted(display, facts.n_bytes))
@@ -212,11 +208,9 @@ def _verify(options: argparse.Namespace, source: Source, cache: Path | None) -> 
         return 1 if problems else 0
     if problems:
         is_plain = options.to is not None or source.kind == "folder"
-        raise PenstockError(
-            f'"{source}" is damaged: {_n_files(problems)} not what was fetched',
-            detail="\n".join([f"in {folder}", *map(str, problems)]),
-            hint=model_fetch.repair(folder, facts) if is_plain else f"{_again(options)} fetches these files again.",
-        )
+        message = f'"{source}" is damaged: {_n_files(problems)} not what was fetched'
+        hint = model_fetch.repair(folder, facts) if is_plain else f"{_again(options)} fetches these files again."
+        raise PenstockError(message, detail="\n".join([f"in {folder}", *map(str, problems)]), hint=hint)
     words = f"{len(facts.files)} files, {show_bytes(facts.n_bytes)}, {show_seconds(time.monotonic() - began)}"
     print(f"{folder}: every byte is right ({words})")
     return 0

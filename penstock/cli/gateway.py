@@ -160,23 +160,17 @@ def make_config(options: argparse.Namespace, folder: Path) -> GatewayConfig:
     from penstock.spec.gateway import Limits, QueueBounds
 
     if options.auth == "none" and parse_address(options.listen) and not is_local_address(options.listen):
-        raise UserError(
-            f"cannot listen on {options.listen} with --auth none",
-            detail="Anyone who can reach that address could use the engines; without keys, only this machine may.",
-            hint="--auth keys --store FILE, after `penstock keys create --store FILE`; or listen on 127.0.0.1.",
-        )
+        detail = "Anyone who can reach that address could use the engines; without keys, only this machine may."
+        hint = "--auth keys --store FILE, after `penstock keys create --store FILE`; or listen on 127.0.0.1."
+        raise UserError(f"cannot listen on {options.listen} with --auth none", detail=detail, hint=hint)
     if options.auth == "keys" and options.store is None:
-        raise UserError(
-            "cannot check keys without a store",
-            detail="--auth keys looks keys up in the store, and none is named.",
-            hint="--store FILE, after `penstock keys create --name NAME --store FILE`",
-        )
+        message = "cannot check keys without a store"
+        hint = "--store FILE, after `penstock keys create --name NAME --store FILE`"
+        raise UserError(message, detail="--auth keys looks keys up in the store, and none is named.", hint=hint)
     if options.admin and not options.admin_token_file:
-        raise UserError(
-            "cannot open an admin address without its token",
-            detail="Anyone who can call it decides where requests go.",
-            hint="(umask 077; openssl rand -hex 16 > token); --admin-token-file token",
-        )
+        message = "cannot open an admin address without its token"
+        hint = "(umask 077; openssl rand -hex 16 > token); --admin-token-file token"
+        raise UserError(message, detail="Anyone who can call it decides where requests go.", hint=hint)
     bounds: dict[str, dict[str, Any]] = {"limits": {}, "queue": {}}
     for option, (block, field, *_) in _BOUNDS.items():
         value = getattr(options, option.strip("-").replace("-", "_"))

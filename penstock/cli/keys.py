@@ -150,10 +150,8 @@ def _open(options: argparse.Namespace, *, may_create: bool = False) -> Database:
         run = run_folder.choose(options.deployment)
         place = run.gateway_file().store
         if not isinstance(place, str):
-            raise UserError(
-                f'cannot use the store of deployment "{run.name}": it has none',
-                hint="An older penstock started it; `penstock up --replace` creates one.",
-            )
+            message = f'cannot use the store of deployment "{run.name}": it has none'
+            raise UserError(message, hint="An older penstock started it; `penstock up --replace` creates one.")
         may_create = True
     if not may_create and not store.is_postgres(place) and not Path(place).is_file():
         raise UserError(f'cannot find store "{place[:200]}"', hint="`penstock keys create --store` creates one.")

@@ -71,10 +71,8 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def _tunnel(_: argparse.Namespace) -> int:
-    raise UserError(
-        "cannot open a tunnel: no deployment of that name runs on a login node or in a cluster",
-        hint="`penstock status` prints the address of a deployment that runs here.",
-    )
+    message = "cannot open a tunnel: no deployment of that name runs on a login node or in a cluster"
+    raise UserError(message, hint="`penstock status` prints the address of a deployment that runs here.")
 
 
 def forward(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
@@ -330,11 +328,9 @@ def _owner_key(gateway: _Gateway) -> str:
         done = _run_inside(gateway.inside(words, False), _ANSWER_S)
         if done.returncode == 0:
             return str(json.loads(done.stdout)["key"])
-    raise PenstockError(
-        f'could not create a key of "{gateway.name}"',
-        detail=(done.stderr or done.stdout).strip()[-500:] or None,
-        hint="Set OPENAI_API_KEY to one that you have.",
-    )
+    message = f'could not create a key of "{gateway.name}"'
+    detail = (done.stderr or done.stdout).strip()[-500:] or None
+    raise PenstockError(message, detail=detail, hint="Set OPENAI_API_KEY to one that you have.")
 
 
 def _show_page(gateway: _Gateway, port: int, options: argparse.Namespace) -> int:
@@ -392,12 +388,8 @@ def _hold(
         while not is_over.wait(_LOOK_S):
             stderr = tunnel.last_words()
             if stderr is not None:
-                raise PenstockError(
-                    f"lost the tunnel to {place}",
-                    detail=stderr or None,
-                    hint=f"Run it again: penstock {again}",
-                    is_retryable=True,
-                )
+                hint = f"Run it again: penstock {again}"
+                raise PenstockError(f"lost the tunnel to {place}", detail=stderr or None, hint=hint, is_retryable=True)
     return 0
 
 

@@ -453,10 +453,6 @@ def _metric_need(state: State, last: Sample, policy: Policy) -> _Need:
 # ---- how long it is kept ---------------------------------------------------------------------------------------------
 
 
-def _least_hold_s(policy: Policy) -> float:
-    return max(_LEAST_HOLD_S, min(_MOST_HOLD_S, _HOLD_STARTS * policy.start_s))
-
-
 def _dear(means: Means, policy: Policy) -> float:
     """What a replica is worth that is missed: 0 is the least price, 1 the highest."""
     if means.hour_total < _ENOUGH_REQUESTS:
@@ -502,7 +498,7 @@ def _hold_s(pauses: tuple[tuple[float, float], ...], policy: Policy, dear: float
     A pause that is held costs its seconds; one that is not, the hold, and the start while the replica was missed.
     """
     price = _LEAST_PRICE + (_MOST_PRICE - _LEAST_PRICE) * dear
-    least_s = _least_hold_s(policy) * (1.0 + _DEAR_LEAST * dear)
+    least_s = max(_LEAST_HOLD_S, min(_MOST_HOLD_S, _HOLD_STARTS * policy.start_s)) * (1.0 + _DEAR_LEAST * dear)
     most_s = max(_MOST_HOLD_S, 3 * policy.start_s) * (1.0 + _DEAR_MOST * dear)
     best, least_cost = least_s, math.inf
     for hold in sorted({least_s, *(min(most_s, max(least_s, 1.15 * pause + 10)) for pause, _ in pauses)}):

@@ -133,15 +133,10 @@ def _get_once(gateway: Client) -> object:
 
 def _explain(run: Run, exc: Exception) -> PenstockError:
     if isinstance(exc, msgspec.MsgspecError):
-        return PenstockError(
-            f'cannot read what the gateway of "{run.name}" shows: it is of another version', detail=str(exc)
-        )
-    return PenstockError(
-        f'no gateway of "{run.name}" answers',
-        detail=str(exc),
-        hint=f"See what it does: penstock status {run.name}",
-        is_retryable=True,
-    )
+        message = f'cannot read what the gateway of "{run.name}" shows: it is of another version'
+        return PenstockError(message, detail=str(exc))
+    hint = f"See what it does: penstock status {run.name}"
+    return PenstockError(f'no gateway of "{run.name}" answers', detail=str(exc), hint=hint, is_retryable=True)
 
 
 def joined(snapshots: Sequence[Snapshot]) -> Snapshot:

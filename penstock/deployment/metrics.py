@@ -54,9 +54,8 @@ def _no_prometheus(run: Run) -> PenstockError:
         hint = "Set observe.prometheus: true and run `penstock up --replace`, or for one of yours: "
         return PenstockError(f'no Prometheus watches "{run.name}"', hint=f"{hint}penstock metrics --export DIR.")
     if run.places("controller") and not targets.load(run.record().target).shares_files:
-        return PenstockError(
-            f'cannot ask about "{run.name}": the Prometheus of its cluster watches it', hint="Ask there."
-        )
+        message = f'cannot ask about "{run.name}": the Prometheus of its cluster watches it'
+        return PenstockError(message, hint="Ask there.")
     return PenstockError(f'the Prometheus of "{run.name}" has not started yet', is_retryable=True)
 
 

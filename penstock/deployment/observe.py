@@ -165,9 +165,11 @@ def summarise(
     gateway = msgspec.structs.replace(
         history.gateway, state=seen.gateway.state, unit=seen.gateway.unit, note=seen.gateway.note
     )
+    # Those whose time is over serve until a successor does.
+    in_time = [row for row in replicas if row.ends_at is None or row.ends_at > now]
     return State(
         observed_at=round(now, 3),
-        phase=_phase(desired, [row for row in replicas if not _is_old(row, now)], seen, history.was_ready, scaling),
+        phase=_phase(desired, in_time, seen, history.was_ready, scaling),
         desired_replicas=desired.replicas,
         replicas=tuple(replicas),
         controller=history.controller,
@@ -226,11 +228,6 @@ def _replica_state(
         silent_s = row.age_s // 5 * 5  # steps, so that the state on disk is not written each second
         return "silent", f"{where} has not reported for {silent_s:.0f} s: the machine or the network may be down"
     return heard or "starting", why if heard or not is_gateway_heard else "its node has not reported yet"
-
-
-def _is_old(row: ReplicaStatus, now: float) -> bool:
-    """Whether its time is over: it serves until its successor does."""
-    return row.ends_at is not None and row.ends_at <= now
 
 
 def _phase(

@@ -222,9 +222,8 @@ class RemoteWrite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Observe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`prometheus`: the controller runs a Prometheus of this deployment, on loopback, with rules and alerts. Its
     program is found on PATH, or is `prometheus_binary`. With target kubernetes the cluster's Prometheus gets the rules.
-    `grafana`: files that provision Grafana with the dashboards are written into the run's folder.
-
-    `port` of Prometheus, any free one when 0. `retention` and `retention_size` are Prometheus's own words.
+    `grafana`: files that provision Grafana are written into the run's folder. `port`: of Prometheus, any free one when
+    0. `retention` and `retention_size` are its own words.
     """
 
     prometheus: bool = False

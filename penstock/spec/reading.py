@@ -85,9 +85,8 @@ def _repeated_keys(node: Any, path: str) -> Iterator[str]:
 def from_mapping(raw: object, source: str = "the settings", settings: Sequence[str] = ()) -> Deployment:
     """The deployment in plain data (what YAML gives).  Raises SpecError with all problems."""
     if not isinstance(raw, Mapping):
-        raise SpecError(
-            source, [Problem("", f"expected key: value lines, got {_kind(raw)}", f"try: model: {DEMO_MODEL}")]
-        )
+        problem = Problem("", f"expected key: value lines, got {_kind(raw)}", f"try: model: {DEMO_MODEL}")
+        raise SpecError(source, [problem])
     merged, problems = _apply_settings(raw, settings)
     # "engine:" with nothing under it is as if absent.
     merged = {key: value for key, value in merged.items() if value is not None or key == "model"}
@@ -337,11 +336,7 @@ _PATTERNS = {
     # https://prometheus.io/docs/prometheus/latest/storage/#operational-aspects
     "observe.retention": (r"([0-9]{1,9}(ms|[smhdwy]))+", "is no time of Prometheus", "15d"),
     "observe.retention_size": (r"[0-9]{1,9}([KMGTPE]?B)", "is no size of Prometheus", "1GB"),
-    "observe.remote_write.url": (
-        r"https?://[^\s@/]+(/\S*)?",
-        "is no URL without a login",
-        "https://metrics.example/api",
-    ),
+    "observe.remote_write.url": (r"https?://[^\s@/]+(/\S*)?", "is no URL without a login", "https://a.example/api"),
     "ui.root_path": (r"/?([A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*)?/?", "is no path", "/chat"),
 }
 # Lower bounds (inclusive) by path; checked after the types.

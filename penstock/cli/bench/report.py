@@ -78,10 +78,7 @@ def _report(options: argparse.Namespace) -> int:
 
 def _json_object(path: Path) -> dict[str, Any]:
     try:
-        plan = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as exc:
-        why = exc.strerror if isinstance(exc, OSError) else "not JSON"
+        return {**json.loads(path.read_text("utf-8"))}
+    except (OSError, ValueError, TypeError) as exc:
+        why = exc.strerror if isinstance(exc, OSError) else "it is no JSON object"
         raise UserError(f'cannot read plan "{path}": {why}', hint="Give the output of `penstock plan --json`.") from exc
-    if not isinstance(plan, dict):
-        raise UserError(f'cannot read plan "{path}": not an object')
-    return plan

@@ -95,10 +95,9 @@ def _sweep(options: argparse.Namespace) -> int:
     if options.url:
         parts_of(options.url)
     if options.calibrate and (options.by == "rate" or len(options.tensor or ()) > 1):
+        why, hint = "closed loops of one layout", "--by concurrency --steps 1,8,32, and one --tensor."
         raise UserError(
-            "cannot calibrate from this sweep",
-            detail="The planner's constants come from closed loops of one layout.",
-            hint="--by concurrency --steps 1,8,32, and one --tensor.",
+            "cannot calibrate from this sweep", detail=f"The planner's constants come from {why}.", hint=hint
         )
     if options.by == "concurrency" and any(step != int(step) for step in options.steps):
         raise UserError("cannot have part of a request at once", hint="Whole numbers: --steps 1,2,4,8.")
@@ -161,9 +160,8 @@ def measure(
     from penstock.bench.results import folder as folders
     from penstock.cli.bench.requests import client_of, only_model, requests_of
 
-    n_requests = max(
-        options.requests, math.ceil(rate * options.duration) if rate else _CLOSED_ROUNDS * (concurrency or 1)
-    )
+    n_least = math.ceil(rate * options.duration) if rate else _CLOSED_ROUNDS * (concurrency or 1)
+    n_requests = max(options.requests, n_least)
     client = client_of(place.url, place.key)
     served = place.served or only_model(client)
     is_chat = options.endpoint == "chat"

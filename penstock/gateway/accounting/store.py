@@ -154,12 +154,10 @@ class _Postgres(Database):
         try:
             import psycopg
         except ImportError as exc:
-            raise UserError(
-                "cannot use a PostgreSQL store: psycopg is not installed", hint="pip install 'penstock[postgres]'"
-            ) from exc
-        self._connection = psycopg.connect(
-            self.place, autocommit=True, connect_timeout=CONNECT_S, options="-c statement_timeout=10000", **_ALIVE
-        )
+            message = "cannot use a PostgreSQL store: psycopg is not installed"
+            raise UserError(message, hint="pip install 'penstock[postgres]'") from exc
+        options = {"connect_timeout": CONNECT_S, "options": "-c statement_timeout=10000", **_ALIVE}
+        self._connection = psycopg.connect(self.place, autocommit=True, **options)
 
     @contextlib.contextmanager
     def _transaction(self, locks: bool) -> Iterator[None]:
@@ -182,11 +180,9 @@ def _migrate(database: Database) -> None:
         rows = database.all("SELECT value FROM meta WHERE name = 'schema'")
         version = int(rows[0][0]) if rows else 0
         if version > SCHEMA_VERSION:
-            raise UserError(
-                f'cannot use store "{_without_password(database.place)}": its schema is version {version}, this '
-                f"penstock knows {SCHEMA_VERSION}",
-                hint="Use the newer penstock that wrote it.",
-            )
+            versions = f"its schema is version {version}, this penstock knows {SCHEMA_VERSION}"
+            message = f'cannot use store "{_without_password(database.place)}": {versions}'
+            raise UserError(message, hint="Use the newer penstock that wrote it.")
         if version == SCHEMA_VERSION:
             return
         for statement in (line for step in MIGRATIONS[version:] for line in step):

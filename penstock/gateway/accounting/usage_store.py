@@ -148,9 +148,8 @@ class UsageStore:
         first_day = day_of(math.ceil(max(0.0, since) / DAY_S) * DAY_S)
         days = _DAY_POSTGRES if self._database.is_postgres else _DAY_SQLITE
         rows = self._sums("requests", by, days, ("1", "is_estimate"), "at >= ?", since)
-        return add_usage(
-            rows + self._sums("daily_usage", by, "day", ("n_requests", "n_estimates"), "day >= ?", first_day)
-        )
+        rows += self._sums("daily_usage", by, "day", ("n_requests", "n_estimates"), "day >= ?", first_day)
+        return add_usage(rows)
 
     def _sums(
         self, table: str, by: Sequence[Grouping], days: str, counts: tuple[str, str], wanted: str, since: float | str
