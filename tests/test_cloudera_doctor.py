@@ -15,7 +15,7 @@ from samples import deployment
 from penstock import targets
 from penstock.errors import Finding, PenstockError
 from penstock.spec.deployment import Deployment
-from penstock.targets.cloudera import findings, measuring, names
+from penstock.targets.cloudera import ending, findings, measuring, names
 from penstock.targets.cloudera.findings import Grace, Note, Reading, Stream
 from penstock.testing.fake_workbench.server import PROJECT, Workbench
 from penstock.text import GIB, MIB
@@ -184,9 +184,9 @@ def test_what_a_killed_doctor_left_is_removed_by_the_next_and_by_clean(
     targets.load.cache_clear()
     target: Any = targets.load("cloudera")
     block = names.block_of(file({"workbench": there.url}))
-    assert target._lost(block) == [], "it may run still"
+    assert ending.without_folder(*target._place(block)) == [], "it may run still"
     monkeypatch.setattr(measuring, "_LIFE_S", 0.0)
-    [lost] = target._lost(block)
+    [lost] = ending.without_folder(*target._place(block))
     assert (lost.run_id, lost.what) == (f"doctor/{own}", "3 workloads of a measurement of `doctor`")
     targets.finish(lost)
     assert left(there) == []

@@ -10,9 +10,11 @@ import msgspec
 import pytest
 from samples import NOW, deployment, run_folder, told
 
+from penstock import targets
 from penstock.cli import keys, main
-from penstock.deployment import events
+from penstock.deployment import events, preflight
 from penstock.deployment.controller.changes import Noted, changes, noted_of
+from penstock.errors import PenstockError, UserError
 from penstock.run_folder import Artifact, Desired, Part, ReplicaStatus, Run, State
 from penstock.targets.kubernetes import folder, objects
 from penstock.wire.announcement import Restart
@@ -135,6 +137,22 @@ def test_a_hostile_text_stays_one_line_and_moves_no_cursor(shell: Shell) -> None
     run.add_event("place failed", "\033[2J\r\nerror: gone\a", "\n\033]0;x", who="a\nb")
     output = shell("events", "d")[1]
     assert output.count("\n") == 1 and not {"\033", "\a", "\r"} & set(output)
+
+
+def test_what_a_silent_place_may_know_is_not_shown_as_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_folder(deployment(name="d"))
+
+    def silent(_: Run) -> None:
+        raise PenstockError("the cluster does not answer")
+
+    monkeypatch.setattr(targets.load("local"), "fetch", silent)
+    for ask in (lambda: events.listed(run), lambda: events.decisions(run, 0.0)):
+        with pytest.raises(PenstockError, match="does not answer"):
+            ask()
+    run.add_event("scale", "1 -> 2 replicas")
+    assert [event.text for event in events.listed(run)] == ["1 -> 2 replicas"], "what is known stays"
+    with pytest.raises(UserError, match="no machine"):
+        preflight.least([])
 
 
 def test_new_events_are_followed_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

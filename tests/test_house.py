@@ -18,7 +18,7 @@ LOOSE = {"errors", "text", "paths", "processes", "log_lines", "world", "__init__
 ROOMS = {
     "": (909, 830),  # errors text paths processes log_lines world
     "run_folder.py": (598, 720),
-    "spec/": (1350, 1200),
+    "spec/": (1349, 1200),
     "hardware/": (719, 670),
     "wire/": (2202, 1990),
     "models/": (3903, 2900),
@@ -41,7 +41,7 @@ ROOMS = {
     "targets/ray/": (1234, 960),
     "targets/kubernetes/": (6023, 3400),
     "targets/cloudera/": (4183, 2390),
-    "targets/vessl/": (2085, 1020),
+    "targets/vessl/": (2086, 1020),
     "gateway/": (4003, 2560),
     "gateway/accounting/": (2801, 2030),
     "gateway/connections/": (1130, 1050),

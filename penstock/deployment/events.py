@@ -8,7 +8,7 @@ import pwd
 import re
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
@@ -33,18 +33,21 @@ def asked_by() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def listed(run: Run, since: float | None = None, last: int | None = None) -> list[Event]:
-    """The `last` events, not before `since` (Unix seconds), the newest last; of an ended deployment too."""
-    if not run.is_ended():
-        _fetch(run)
-    return _chosen(run.events(), since, last)
+def listed(
+    run: Run, since: float | None = None, last: int | None = None, kinds: Collection[str] | None = None
+) -> list[Event]:
+    """The `last` events (of these `kinds`), not before `since` (Unix seconds), the newest last; of an ended deployment
+    too.  Raises PenstockError where none is known and the target does not answer: there may be some."""
+    silence = None if run.is_ended() else fetch(run)
+    chosen = _chosen([event for event in run.events() if kinds is None or event.event in kinds], since, last)
+    if silence is not None and not chosen:
+        raise silence
+    return chosen
 
 
 def followed(run: Run, since: float | None = None, last: int | None = None) -> Iterator[Event]:
     """As `listed`, then each new event until the deployment has ended."""
-    if not run.is_ended():
-        _fetch(run)
-    before = run.events()
+    before = listed(run)
     yield from _chosen(before, since, last)
     known, seen, fetched_at = set(map(_key, before)), _version(run), time.monotonic()
     while True:
@@ -58,7 +61,7 @@ def followed(run: Run, since: float | None = None, last: int | None = None) -> I
             return
         time.sleep(_POLL_S)
         if time.monotonic() - fetched_at >= _FETCH_S:
-            _fetch(run)
+            fetch(run)
             fetched_at = time.monotonic()
 
 
@@ -80,9 +83,13 @@ def _key(event: Event) -> tuple[object, ...]:
     return event.at, event.event, event.text, event.replica
 
 
-def _fetch(run: Run) -> None:
-    with contextlib.suppress(PenstockError):  # what is known stays, and the target may answer again
+def fetch(run: Run) -> PenstockError | None:
+    """Bring the run's folder up to date; why that failed: what is known stays, and the target may answer again."""
+    try:
         targets.load(run.handle().target).fetch(run)
+    except PenstockError as exc:
+        return exc
+    return None
 
 
 def _version(run: Run) -> list[tuple[int, int]]:
@@ -115,10 +122,10 @@ def decision_text(before: int, after: int, reason: str) -> str:
 
 
 def decisions(run: Run, since: float) -> list[Decided]:
-    """The decisions since then (Unix seconds), the newest last."""
+    """The decisions since then (Unix seconds), the newest last.  Raises PenstockError as `listed` does."""
     made = []
-    for event in listed(run, since):
-        match = _DECISION.match(event.text) if event.event in (AUTOSCALE, _BY_HAND) else None
+    for event in listed(run, since, kinds=(AUTOSCALE, _BY_HAND)):
+        match = _DECISION.match(event.text)
         if match is not None:
             after = None if match[2] == "auto" else int(match[2])
             reason = match[4] or match[3] or "asked for"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
@@ -35,14 +34,8 @@ def lines(run: Run, part: str, wanted: Selection) -> Iterator[str]:
     the lines of the others, with `follow` at once.
     """
     target = targets.load(run.handle().target)
-
-    def is_over() -> bool:
-        with contextlib.suppress(PenstockError):  # what is known stays, and the target may answer again
-            target.fetch(run)
-        return run.is_ended()
-
     if not run.is_ended():
-        is_over()
+        events.fetch(run)
     follow = wanted.follow and run.desired().state == "up"  # nothing more comes from what has ended
     if part == "replicas":
         yield from _replica_lines(run, wanted, follow)

@@ -143,9 +143,9 @@ def _is_card(gpu: Gpu, name: str) -> bool:
 
 def least(machines: Sequence[Machine]) -> Machine:
     """What every one of the machines has: a replica may get any of them."""
-    first = machines[0]
-    if len(machines) == 1:
-        return first
+    if not machines:
+        hint = "See which of its nodes are up: penstock doctor FILE"
+        raise UserError("cannot plan: the target has no machine", hint=hint)
     smallest = min(machines, key=lambda machine: len(machine.gpus))
     return msgspec.structs.replace(
         min(machines, key=lambda machine: machine.memory_free_bytes),
@@ -153,7 +153,7 @@ def least(machines: Sequence[Machine]) -> Machine:
         gpus=smallest.gpus,
         links=smallest.links,
         unread=smallest.unread,
-        versions=first.versions,
+        versions=machines[0].versions,
     )
 
 

@@ -36,7 +36,6 @@ _ASSIGNED = re.compile(r"(?:(?<![\w$-])(?:--)?([A-Za-z][\w.-]*)=|--([a-z][\w-]*)
 _HARMLESS = re.compile(
     r"(?is)(?:|[*]+|true|false|yes|no|on|off|none|null|auto|default|[\d.]{1,4}|(?:\.\.?|~)?/.*|\$[\w({].*|[<\[{].*)\Z"
 )
-# UUIDs, digests and commits are no secrets.
 _HEX = re.compile(r"(?i)[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<![a-z0-9])[0-9a-f]{16,}(?![a-z0-9])")
 _NAMED = re.compile(r"engine\.(env|args)\.|\w+\.runtime_env\.")  # where keys are names of the user's
 _CURES = {

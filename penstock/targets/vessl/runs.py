@@ -175,11 +175,9 @@ class Runs:
                 asked.terminate(row.id)
         for row in several:
             if not _wait_ended(asked, row, _ENDED_S):
-                raise PenstockError(
-                    f"could not end run {row.id}: VESSL has not ended it after {_ENDED_S:.0f} s",
-                    hint=f"It may still be charged; see {asked.page_of(row.id)}, then: penstock down {run.name}",
-                    is_retryable=True,
-                )
+                message = f"could not end run {row.id}: VESSL has not ended it after {_ENDED_S:.0f} s"
+                hint = f"It may still be charged; see {asked.page_of(row.id)}, then: penstock down {run.name}"
+                raise PenstockError(message, hint=hint, is_retryable=True)
         asked.delete_secret(run_yaml.secret_of(run.name))
         self._looks.pop(str(run.path), None)
         self._last.pop(str(run.path), None)

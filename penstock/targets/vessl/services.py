@@ -207,9 +207,8 @@ class Services:
                     services.terminate(run.name, row.number)
             if not wait(lambda: all(row.has_ended for row in services.revisions(run.name)), grace_s + _ENDED_S):
                 hint = f"It may still be charged; see {services.page_of(run.name)}, then: penstock down {run.name}"
-                raise PenstockError(
-                    f'could not end service "{run.name}": its workers have not ended', hint=hint, is_retryable=True
-                )
+                message = f'could not end service "{run.name}": its workers have not ended'
+                raise PenstockError(message, hint=hint, is_retryable=True)
             services.delete(run.name)
         asked.delete_secret(run_yaml.secret_of(run.name))
         self._looks.pop(str(run.path), None)

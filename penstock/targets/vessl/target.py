@@ -64,6 +64,10 @@ class OnVessl(Target):
         notes = [] if preset is None else [checks.price(preset)]
         if run_yaml.weights_folder(deployment) is None:
             notes.append("cache.weights is not set: each start downloads the model (a volume keeps it)")
+        if not run_yaml.shares_keys(deployment):
+            notes.append(
+                "keys and usage end with it, at `penstock down` too: gateway.store: postgresql://... keeps them"
+            )
         if weights.startswith("vessl-artifact://"):
             notes.append("cache.weights is saved when the run ends, and not at all when its machine is taken away")
         if block_of(deployment).kind == "service" and deployment.replicas.follows_load:
