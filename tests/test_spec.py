@@ -132,27 +132,7 @@ def test_a_variable_that_overrides_the_gpus_of_a_replica_is_refused(name: str) -
 
 
 # NAME=value that must not travel, by name and by value, and that may.
-SECRET = """
-    HF_TOKEN=x WANDB_API_KEY=x AWS_SECRET_ACCESS_KEY=x AWS_ACCESS_KEY_ID=x AWS_SESSION_TOKEN=x PGPASSWORD=12345
-    MYSQL_PWD=x SSHPASS=x DB_PASS=x AZURE_CLIENT_SECRET=x STORAGE_ACCOUNT_KEY=x CLIENTSECRET=x MY_CREDENTIALS=x
-    KEY=abcde API_KEY_2=x authToken=x A=hf_abcdefghijklmnopqrstuvwxyzABCDEF A=sk-abcdefghijklmnop1234
-    A=sk-ant-api03-abcdefGHI1234jkl A=ghp_abcdefghijklmnopqrst12 A=github_pat_11ABCDEFG0abcdefghijk
-    A=AKIAIOSFODNN7EXAMPLE A=xoxb-123456789012-abcdef A=glpat-abcdefghij0123456789 A=AIzaSyA1234567890abcdefghij
-    A=ya29.a0AfH6SMBabcdefghijk A=eyJhbGciOiJIUzI1NiJ9.eyJzdWIi A=https://user:pw@host/x A=postgres://u:p@db:5432/x
-    A=redis://:pw@h A=https://h/?token=abcdef A=api-key=abc,team=x A=-----BEGIN~PRIVATE~KEY-----
-    A={"token":"abcdef"} A=Authorization:~Bearer~abcdefghijklmnop A=AccountName=a;AccountKey=abc12==
-    A=Q9zX7lk2Vb8nW3rT6Yp1s A=dQw4w9WgXcQ8s7f6g5h4j3k2"""
-PUBLIC = """
-    TOKENIZERS_PARALLELISM=false HF_TOKEN_PATH=/x/y TLS_KEY_FILE=x A_KEY=/x/y.pem A_KEY=~/x A_KEY=$B BOS_TOKEN=<s>
-    HF_HUB_DISABLE_IMPLICIT_TOKEN=1 VLLM_SORT_KEY=created_at MAX_TOKENS=81920 RAY_AUTH_MODE=token SECRET_NAME=hub
-    MONKEY=x NCCL_IB_HCA=mlx5_0:1,mlx5_1:1,mlx5_2:1 CUDA_DEVICE_ORDER=PCI_BUS_ID A=0,1,2,3,4,5,6,7
-    A=8.0;8.9;9.0a+PTX A=8f5e3c1b2a4d6e7f8091a2b3c4d5e6f708192a3b
-    A=sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
-    A=GPU-3f2b8c1a-4d5e-6f70-8192-a3b4c5d6e7f8 A=MIG-GPU-3f2b8c1a-4d5e-6f70-8192-a3b4c5d6e7f8/1/0
-    A=FlashInferMLAPrefill A=deepseek-ai/DeepSeek-R1-0528-Qwen3-8B-AWQ A=Qwen/Qwen3-235B-A22B-Instruct-2507-FP8
-    A=gke-llm-a3-1a2b3c4d-x9z8.internal A=http://proxy.example:3128 A=http://$USER:$PW@proxy A=ssh://git@host/x
-    A=docker://reg.io:5000/img@sha256:abc A=cu128-torch2.8.0-py312-x86_64
-    A={"kv_connector":"NixlConnector","kv_role":"kv_both"} A=2026-11-28T07:00:00Z"""
+SECRET, PUBLIC = (Path(__file__).parent / "golden" / "secrets.txt").read_text("utf-8").split("\n\n")
 ELSEWHERE = [
     ("model", "model: https://u:abc@h/x"),
     ("engine.args.hf-token", "engine: {args: {hf-token: abc, hf-overrides: {pad_token: <p>}}}"),
