@@ -14,15 +14,15 @@ import msgspec
 import pytest
 from samples import NOW, cpu_machine, demo_plan, deployment, draft, gpu_machine, gpu_plan, run_folder, told
 
-from penstock import processes
+from penstock import processes, targets
 from penstock import run_folder as runs
-from penstock.deployment import orders, prepare
+from penstock.deployment import orders, preflight, prepare
 from penstock.deployment import start as deploy
 from penstock.errors import EngineError, PenstockError, PlanError, UserError
 from penstock.hardware import Machine
 from penstock.processes import Marked
 from penstock.run_folder import Artifact, Desired, Handle, Part, ReplicaStatus, Run, State
-from penstock.spec.deployment import Deployment
+from penstock.spec.deployment import TARGETS, Deployment
 from penstock.targets import Target, local
 from penstock.text import GIB
 from penstock.wire.announcement import Process
@@ -219,3 +219,10 @@ def test_a_variable_that_nobody_reads_is_warned_of(monkeypatch: pytest.MonkeyPat
     wanted = deployment(gateway={"port": 0}, engine={"env": {"NCCL_SOCKET_IFNAM": "eth0"}})
     told = prepare.prepare(wanted).plan.warnings
     assert [warning.partition(" is no variable")[0] for warning in told] == ["NCCL_SOCKET_IFNAM", "VLLM_LOGING_LEVEL"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("gpu", "paths"), [("mi300x", ["hardware.gpu"]), ("h100-sxm", []), (None, [])])
+def test_a_card_that_no_place_can_start_is_refused_on_each(target: str, gpu: str | None, paths: list[str]) -> None:
+    wanted = deployment(target=target, hardware={"gpu": gpu})
+    assert [problem.path for problem in preflight.unsupported(wanted, targets.load(target))] == paths

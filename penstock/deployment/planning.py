@@ -102,6 +102,11 @@ def card_of(gpus: Sequence[Gpu]) -> GpuFacts:
     return catalog.gpu_of_machine(smallest.name, smallest.memory_bytes)
 
 
+def can_launch(gpu: str | None) -> bool:
+    """Return whether engines can be started on the card of that name: all images and commands are for CUDA."""
+    return all(card.vendor == "nvidia" for card in catalog.gpus_named(gpu or ""))
+
+
 def notes_of(card: GpuFacts) -> tuple[str, ...]:
     """Where a card's driver and the catalogue differ."""
     known = card.memory if card.stands_in is not None else catalog.gpu(card.id).memory
@@ -262,11 +267,11 @@ def serve_words(request: SizingRequest, sizing: Sizing) -> list[str]:
 
 
 def up_words(request: SizingRequest, sizing: Sizing, source: str | None = None) -> list[str]:
-    """`penstock up` with the chosen layout; empty for data ranks over several nodes, which `up` cannot start.
-    `source` is the file that was planned, None: the model."""
+    """`penstock up` with the chosen layout; empty where `up` cannot start it: data ranks over several nodes, a card of
+    another maker. `source` is the file that was planned, None: the model."""
     assert sizing.layout is not None, "what fits has a layout"
     cut, nodes = sizing.layout, _nodes_of(request, sizing.layout)
-    if cut.data > 1 and nodes > 1:
+    if (cut.data > 1 and nodes > 1) or not can_launch(request.gpu):
         return []
     sizes = {name: size for name in ("pipeline", "data") if (size := getattr(cut, name)) > 1}
     parallel = {"tensor": cut.tensor, **sizes, "expert": cut.expert or None}

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.deployment.planning import card_of
+from penstock.deployment import planning
 from penstock.engines import Engine, Missing
 from penstock.errors import Problem, SpecError, UserError
 from penstock.hardware import Gpu, Machine, catalog
@@ -44,6 +44,10 @@ def unsupported(deployment: Deployment, target: Target) -> list[Problem]:
     if deployment.cache.weights != deployment.cache.folder and not target.fetches_models:
         message = f'"{deployment.cache.weights}", but target {target.name} takes a folder'
         problems.append(Problem("cache.weights", message, "give the folder where models from a hub are kept"))
+    if not planning.can_launch(deployment.hardware.gpu):
+        message = f'"{deployment.hardware.gpu}": penstock starts engines on NVIDIA GPUs alone'
+        hint = "penstock plan sizes it; start its engine yourself and name it in gateway.upstreams"
+        problems.append(Problem("hardware.gpu", message, hint))
     return problems
 
 
@@ -186,7 +190,7 @@ def gpu_price(hardware: Hardware, machine: Machine) -> float | None:
     prices = _prices(Path(hardware.price_file).expanduser())
     if not machine.gpus:
         return None
-    card = card_of(machine.gpus)
+    card = planning.card_of(machine.gpus)
     price = prices.get(card.id)
     if price is None:
         known = "hardware.price_per_gpu_hour" if card.stands_in else f"a line such as `{card.id}: 2.50`"

@@ -196,7 +196,7 @@ def warnings(inputs: SolveInputs, sizing: Sizing, memory: Memory) -> Iterator[st
     if can_peer is False and (sizing.layout or Parallel()).tensor > 1:
         yield "the GPUs cannot reach each other's memory (no peer-to-peer): tensor parallelism may be slower still"
     if gpu.vendor.lower() != "nvidia":
-        yield f"memory and speed on {gpu.vendor} cards are estimated with NVIDIA's constants, not measured"
+        yield f"penstock starts no engine on {gpu.vendor} cards; all numbers are estimated with NVIDIA's constants"
     if sizing.measured_on is not None:
         yield f"memory other than the weights was measured at an earlier start on {sizing.measured_on}"
     if sizing.layout is not None:
