@@ -415,14 +415,14 @@ def break_step(rig: Rig, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise sqlite3.OperationalError("broken")
 
-    writer = writer_of(ledger_of(rig))
+    writer, loop = writer_of(ledger_of(rig)), asyncio.get_running_loop()
     steps: dict[str, tuple[object, str, Any]] = {
         "the store is away": (writer._database, "refresh", fail),
         "keys cannot be read": (writer._keys, "all", fail),
         "the revision cannot be read": (writer._keys, "revision", fail),
         "the thread does nothing": (writer, "turn", lambda *_: None),
         "the loop gets no message": (writer, "tell", lambda _: None),
-        "the loop cannot take it": (rig.gateway.accounting.keyring, "replace", fail),
+        "the loop cannot take it": (writer, "tell", lambda _: loop.call_soon_threadsafe(fail)),
     }
     monkeypatch.setattr(*steps[fault])
 

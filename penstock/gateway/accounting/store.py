@@ -156,7 +156,7 @@ class _Postgres(Database):
         except ImportError as exc:
             message = "cannot use a PostgreSQL store: psycopg is not installed"
             raise UserError(message, hint="pip install 'penstock[postgres]'") from exc
-        options = {"connect_timeout": CONNECT_S, "options": "-c statement_timeout=10000", **_ALIVE}
+        options: dict[str, Any] = {"connect_timeout": CONNECT_S, "options": "-c statement_timeout=10000", **_ALIVE}
         self._connection = psycopg.connect(self.place, autocommit=True, **options)
 
     @contextlib.contextmanager
