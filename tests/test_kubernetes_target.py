@@ -59,7 +59,10 @@ def test_kubernetes_keeps_the_contract_and_answers_as_recorded(
     """The recorded answers judge the stub of the API, on which the same contract runs without a cluster."""
     run, launch = place.written(file_for(place))
     exchanges = kubernetes_recorded.listen(monkeypatch, kubernetes.name)
-    check_target(targets.load("kubernetes"), run, launch, sys.executable, lambda: kinds_left(kubernetes))
+    target = targets.load("kubernetes")
+    check_target(target, run, launch, sys.executable, lambda: kinds_left(kubernetes))
+    (keys,) = target.kept_keys("one")
+    targets.finish(keys)
     if os.environ.get("PENSTOCK_WRITE_GOLDEN"):
         kubernetes_recorded.record(exchanges)
     assert kubernetes_recorded.strays(exchanges) == []
