@@ -295,8 +295,8 @@ def pids(run: Run, role: str, replica: str | None = None) -> list[int]:
 
 
 def pid_of(run: Run, role: str) -> int:
-    (pid,) = pids(run, role)
-    return pid
+    """The one process of a role; its child counts as a second until that executes its own program."""
+    return until(lambda: found[0] if len(found := pids(run, role)) == 1 else 0, f"there is one {role}")
 
 
 def ask(run: Run, n_tokens: int = 8, key: str | None = None) -> Reply:
