@@ -21,7 +21,7 @@ from penstock.models.sources import Listing, RemoteFile, Source
 from penstock.spec.blocks import Cloudera
 from penstock.spec.deployment import Deployment
 from penstock.targets import waiting
-from penstock.targets.cloudera import checks, folder, inside, names, placing, session, words
+from penstock.targets.cloudera import checks, folder, inside, names, session, weights, words
 from penstock.targets.cloudera.api import Workbench
 from penstock.targets.cloudera.bodies import Judge
 from penstock.targets.code_archive import code_archive
@@ -213,7 +213,7 @@ def test_a_job_that_another_command_starts_first_keeps_that_run(
         return rows
 
     monkeypatch.setattr(workbench, "runs", runs_before_that)
-    row = placing._active_run(workbench, job)
+    row = weights.active_run(workbench, job)
     assert [row["id"]] == list(loads.runs)
     skipped = {"status": "ENGINE_SKIPPED", "scheduling_at": "2099-01-01T00:00:00Z"}
     assert words.active([row, skipped]) == row and words.active([skipped]) is None

@@ -40,7 +40,7 @@ ROOMS = {
     "targets/slurm/": (1519, 1100),
     "targets/ray/": (1234, 960),
     "targets/kubernetes/": (6023, 3400),
-    "targets/cloudera/": (4183, 2390),
+    "targets/cloudera/": (4177, 2390),
     "targets/vessl/": (2086, 1020),
     "gateway/": (4003, 2560),
     "gateway/accounting/": (2801, 2030),

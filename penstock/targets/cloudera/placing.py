@@ -12,7 +12,6 @@ from penstock.run_folder import Handle, Run, Unit, order, unit_of
 from penstock.targets.cloudera import folder, names, session, weights, words, workers, workloads
 from penstock.targets.cloudera.api import Object, Workbench
 from penstock.targets.waiting import wait
-from penstock.wire.answers import HttpError
 from penstock.wire.client import Client
 
 TARGET = "cloudera"
@@ -230,7 +229,7 @@ def _start_replica(
             job = jobs.get(title) or workbench.create_job(
                 {"name": title, **workloads.instance(template, unit.name, rank)}
             )
-            row = _active_run(workbench, str(job["id"]))
+            row = weights.active_run(workbench, str(job["id"]))
             pairs[rank] = [str(job["id"]), str(row["id"])]
             started.append((str(job["id"]), str(row["id"])))
     except PenstockError:
@@ -239,19 +238,6 @@ def _start_replica(
                 workbench.stop_run(job_id, run_id)
         raise
     return {"jobs": [pairs[rank] for rank in sorted(pairs)]}
-
-
-def _active_run(workbench: Workbench, job: str) -> Object:
-    """The active run of a job, or a new one; another command that places the same may start it first."""
-    row = words.active(workbench.runs(job))
-    if row is None:
-        try:
-            row = workbench.run_job(job)
-        except HttpError:
-            row = words.active(workbench.runs(job))
-            if row is None:
-                raise
-    return row
 
 
 def _end_replicas(workbench: Workbench, run: Run, leaving: Mapping[str, Mapping[str, Any]], is_inside: bool) -> None:

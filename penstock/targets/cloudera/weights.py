@@ -83,13 +83,21 @@ def bring(workbench: Workbench, run: Run) -> Look:
         if job is None:
             body = workloads.instance(run.artifact().files[names.WEIGHTS], "", 0)
             job = workbench.create_job({"name": title, **body})
-        try:
-            workbench.run_job(str(job["id"]))
-        except HttpError:
-            found = look(workbench, run)  # another command may have started it first
-            if found.is_due:
-                raise
+        active_run(workbench, str(job["id"]))
     return found
+
+
+def active_run(workbench: Workbench, job: str) -> Object:
+    """The active run of a job, or a new one; another command that places the same may start it first."""
+    row = words.active(workbench.runs(job))
+    if row is None:
+        try:
+            row = workbench.run_job(job)
+        except HttpError:
+            row = words.active(workbench.runs(job))
+            if row is None:
+                raise
+    return row
 
 
 def look(workbench: Workbench, run: Run) -> Look:
