@@ -39,7 +39,7 @@ ROOMS = {
     "targets/ssh/": (1618, 1260),
     "targets/slurm/": (1519, 1100),
     "targets/ray/": (1234, 960),
-    "targets/kubernetes/": (6023, 3400),
+    "targets/kubernetes/": (6018, 3400),
     "targets/cloudera/": (4177, 2390),
     "targets/vessl/": (2086, 1020),
     "gateway/": (4003, 2560),

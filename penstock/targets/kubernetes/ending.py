@@ -37,10 +37,7 @@ def end(api: Api, run: Run, grace_s: float) -> None:
     api.delete("Deployment", objects.ui(name))
     for kind in ("controller", "gateway"):
         if api.delete("Deployment", f"{name}-{kind}"):
-            wait(
-                functools.partial(lambda labels: not api.list("Pod", labels), objects.labels(name, kind)),
-                grace_s + SPARE_S,
-            )
+            wait(functools.partial(_has_no_pod, api, objects.labels(name, kind)), grace_s + SPARE_S)
     for kind in ("StatefulSet", "LeaderWorkerSet", "Job"):
         if kind != "LeaderWorkerSet" or api.knows(*_LWS):
             api.delete_all(kind, objects.labels(name))
@@ -54,21 +51,19 @@ def end(api: Api, run: Run, grace_s: float) -> None:
 def _end_pods(api: Api, name: str, grace_s: float) -> None:
     """Their sets are deleted: wait until they have drained, at most `grace_s`, then by force."""
     labels = objects.labels(name)
-
-    def left() -> list[Object]:
-        return api.list("Pod", labels)
-
     for force_s, wait_s in ((None, grace_s), (1, SPARE_S), (0, SPARE_S)):
-        pods = left()
+        pods = api.list("Pod", labels)
         for pod in pods:
             if force_s is not None or "deletionTimestamp" not in pod["metadata"]:
                 api.delete("Pod", pod["metadata"]["name"], grace_s=force_s)
-        if not pods or wait(lambda: not left(), wait_s):
+        if not pods or wait(functools.partial(_has_no_pod, api, labels), wait_s):
             return
-    raise PenstockError(
-        f'could not end {len(left())} pods of "{name}"', hint=f"kubectl get pods -l {objects.selector(labels)}",
-        is_retryable=True,
-    )  # fmt: skip
+    message = f'could not end {len(api.list("Pod", labels))} pods of "{name}"'
+    raise PenstockError(message, hint=f"kubectl get pods -l {objects.selector(labels)}", is_retryable=True)
+
+
+def _has_no_pod(api: Api, labels: Mapping[str, str]) -> bool:
+    return not api.list("Pod", labels)
 
 
 def end_weights(api: Api, run: Run) -> None:
