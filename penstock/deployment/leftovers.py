@@ -185,7 +185,7 @@ def _folder_seen_by(process: Marked) -> FolderState:
 def _state_of(run: Run, run_id: str | None = None) -> FolderState:
     """A run folder as it looks from here, for a process of the launch `run_id`."""
     try:
-        if run.path not in run.path.parent.iterdir() or not _more_than_a_store(run):
+        if run.path not in run.path.parent.iterdir() or all(_is_of_store(run, path) for path in run.path.iterdir()):
             return "absent"
         if run_folder.is_locked(run):  # some command is changing it: a `down` may drain for minutes
             return "living"
@@ -199,10 +199,9 @@ def _state_of(run: Run, run_id: str | None = None) -> FolderState:
     return "ended" if run.is_ended() else "living"
 
 
-def _more_than_a_store(run: Run) -> list[Path]:
-    """What `clean` removes of an ended run whose keys and usage stay. The record is last: it makes the folder a run."""
-    paths = [path for path in run.path.iterdir() if not path.name.startswith(run.store_file.name)]
-    return sorted(paths, key=lambda path: path.name == "run.json")
+def _is_of_store(run: Run, path: Path) -> bool:
+    """Whether a file of the run folder has keys and usage, which outlive the run: the store and SQLite's own."""
+    return path.name.startswith(run.store_file.name)
 
 
 def _writes_a_log(pid: int) -> bool:
@@ -255,7 +254,7 @@ def _empty(run: Run, of_keys: bool) -> None:
     The record goes last: it makes the folder a run. A write-ahead log goes before its file: the next would read it.
     """
     for path in sorted(sorted(run.path.iterdir(), reverse=True), key=lambda path: path.name == "run.json"):
-        if path.name.startswith(run.store_file.name) == of_keys:
+        if _is_of_store(run, path) == of_keys:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     with contextlib.suppress(OSError):  # something stays
         run.path.rmdir()
