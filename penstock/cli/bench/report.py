@@ -63,12 +63,12 @@ def _report(options: argparse.Namespace) -> int:
     from penstock.cli.bench.requests import write
 
     runs = [_loaded(path) for path in options.runs]
-    calibration = calibrated(options, runs) if options.calibrate else None
+    calibration = {options.calibrate: calibrated(options, runs)} if options.calibrate else {}
     plan = _json_object(options.plan) if options.plan else None
     first = options.runs[0].parent if options.runs[0].suffix == ".json" else options.runs[0]
-    written = [options.out or first / "report.html", *([options.calibrate] if calibration is not None else [])]
-    for path, content in zip(written, (html.page(runs, plan), calibration), strict=False):
-        write(path, content or "")
+    written = {options.out or first / "report.html": html.page(runs, plan), **calibration}
+    for path, content in written.items():
+        write(path, content)
     if options.json:
         print_json({"written": [str(path) for path in written]})
     else:

@@ -231,12 +231,13 @@ def _service(options: argparse.Namespace) -> Service:
 
 def _engine_pages(run: Run) -> dict[str, str]:
     """/metrics of the engines on this machine, or at this end of a tunnel, with their key: of the prefix cache."""
+    from penstock.spec.gateway import is_loopback
     from penstock.wire.announcement import engine_key
 
     announced = [replica.announcement for replica in state.replicas] if (state := run.state()) is not None else []
     urls = [node.url for node in announced if node is not None and node.url]
-    key, near = engine_key(run.admin_token()), ("127.0.0.1", "::1", "localhost")
-    return {f"{url}/metrics": key for url in urls if urlsplit(url).hostname in near}
+    key = engine_key(run.admin_token())
+    return {f"{url}/metrics": key for url in urls if is_loopback(urlsplit(url).hostname or "")}
 
 
 def _run_of(name: str | None) -> Run:

@@ -95,10 +95,9 @@ def _sweep(options: argparse.Namespace) -> int:
     if options.url:
         parts_of(options.url)
     if options.calibrate and (options.by == "rate" or len(options.tensor or ()) > 1):
-        why, hint = "closed loops of one layout", "--by concurrency --steps 1,8,32, and one --tensor."
-        raise UserError(
-            "cannot calibrate from this sweep", detail=f"The planner's constants come from {why}.", hint=hint
-        )
+        detail = "The planner's constants come from closed loops of one layout."
+        hint = "--by concurrency --steps 1,8,32, and one --tensor."
+        raise UserError("cannot calibrate from this sweep", detail=detail, hint=hint)
     if options.by == "concurrency" and any(step != int(step) for step in options.steps):
         raise UserError("cannot have part of a request at once", hint="Whole numbers: --steps 1,2,4,8.")
     options.seed = new_seed() if options.seed is None else options.seed
