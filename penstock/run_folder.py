@@ -12,6 +12,7 @@
       desired.json state.json      what should be, and what the controller last saw
       scaling.json samples.jsonl   what the autoscaler remembers, and what it saw, one JSON a second
       events.jsonl logs/           what happened, one JSON a line; the output of every part
+      previous/  failed/           the run that this one replaces, until it is ready; the one that could not replace it
 
 A folder appears whole, by one rename. Every file is replaced by rename, so a reader never sees half of one.
 """
@@ -25,7 +26,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -203,6 +204,7 @@ class Run:
         self.prometheus_folder = path / "prometheus"  # its configuration and its data, with `observe.prometheus`
         self.scaling_file, self.samples_file = path / "scaling.json", path / "samples.jsonl"
         self.ui_config, self.ui_folder = path / "ui.json", path / "ui"  # with `ui`
+        self.previous_folder, self.failed_folder = path / "previous", path / "failed"  # of `up --replace`
 
     def places(self, kind: Kind) -> bool:
         """Whether its target places units of this kind; the others live next to `up`."""
@@ -229,6 +231,13 @@ class Run:
 
     def record(self) -> Record:
         return self._read("run.json", Record)
+
+    @property
+    def launch(self) -> str | None:
+        """The id of its launch; None while a folder takes the place of another, and of a damaged one."""
+        with contextlib.suppress(PenstockError):
+            return self.record().id
+        return None
 
     def deployment(self) -> Deployment:
         try:
@@ -263,10 +272,9 @@ class Run:
 
     def state(self) -> State | None:
         """The controller's last observation; None before the first, or when it cannot be read."""
-        try:
+        with contextlib.suppress(PenstockError):
             return self._read("state.json", State)
-        except PenstockError:
-            return None
+        return None
 
     def is_ended(self) -> bool:
         """Whether its end was asked for and is complete. A `down` that broke off leaves a run that is not."""
@@ -367,8 +375,8 @@ class Run:
             with path.open("r+b") as stream:
                 stream.write(data.ljust(path.stat().st_size))
 
-    def _write(self, name: str, value: object) -> None:
-        write_atomically(self.path / name, msgspec.json.format(msgspec.json.encode(value), indent=2))
+    def _write(self, name: str, value: object, mode: int = 0o644) -> None:
+        write_atomically(self.path / name, msgspec.json.format(msgspec.json.encode(value), indent=2), mode)
 
 
 def _decoded(lines: Sequence[bytes]) -> Iterator[Event]:
@@ -431,8 +439,9 @@ class Draft(msgspec.Struct, frozen=True):
     placed: tuple[Kind, ...] = ("replica",)
 
 
-def create(draft: Draft, now: float) -> Run:
-    """A new folder, whole, in place of the ended one of that name; the caller made sure that it has ended."""
+def create(draft: Draft, now: float, keep: Callable[[Run, Run], None] | None = None) -> Run:
+    """A new folder, whole, in place of the ended one of that name; the caller made sure that it has ended. `keep` may
+    move that one into the new one."""
     parent = folder()
     name = draft.deployment.name
     new = Path(tempfile.mkdtemp(dir=parent, prefix=f".{name}.new."))
@@ -440,11 +449,10 @@ def create(draft: Draft, now: float) -> Run:
         _fill(Run(new), draft, now)
         final = parent / name
         if final.exists():
-            _keep_store(Run(final), Run(new))
-            _keep_events(Run(final), Run(new))
-            old = parent / f".{name}.old.{secrets.token_hex(4)}"
-            final.rename(old)
-            _keep_folders(Run(old), Run(new))
+            carry_over(Run(final), Run(new))
+            old = final.rename(parent / f".{name}.old.{secrets.token_hex(4)}")
+            if keep is not None:
+                keep(Run(old), Run(new))
             shutil.rmtree(old, ignore_errors=True)
         new.rename(final)
     except BaseException as exc:
@@ -455,21 +463,13 @@ def create(draft: Draft, now: float) -> Run:
     return Run(final)
 
 
-def _keep_store(old: Run, new: Run) -> None:
-    """Keys and usage outlive a launch. The write-ahead log belongs to the file: it goes first, and never without."""
-    for ending in ("-wal", ""):
+def carry_over(old: Run, new: Run) -> None:
+    """What outlives a launch: keys and usage, events, what Prometheus has stored, logins to the chat page."""
+    for ending in ("-wal", ""):  # the write-ahead log belongs to the file: it goes first, and never without
         path = old.store_file.with_name(old.store_file.name + ending)
         if path.is_file():
             shutil.copy2(path, new.store_file.with_name(path.name))
-
-
-def _keep_events(old: Run, new: Run) -> None:
-    """Who ended the last launch, and why, is asked after the next `up` too."""
     older(new.events_file).write_bytes(b"".join(line + b"\n" for line in kept_lines(old.events_file, _EVENTS_BYTES)))
-
-
-def _keep_folders(old: Run, new: Run) -> None:
-    """What Prometheus has stored, and who is logged in to the chat page, outlive a launch too."""
     for kept, place in ((old.prometheus_folder, new.prometheus_folder), (old.ui_folder, new.ui_folder)):
         with contextlib.suppress(OSError):
             kept.rename(place)
@@ -490,8 +490,7 @@ def _fill(run: Run, draft: Draft, now: float) -> None:
     run._write("artifact.json", draft.artifact)
     for name, text in draft.artifact.files.items():
         write_atomically(run.artifact_path / name, text.encode())
-    config = msgspec.json.format(msgspec.json.encode(draft.gateway), indent=2)
-    write_atomically(run.gateway_config, config, mode=0o600)
+    run._write("gateway.json", draft.gateway, mode=0o600)
     run.write_desired(Desired("up", deployment.replicas.first))
     run.write_handle(Handle(deployment.target))
     run.events_file.touch()

@@ -94,7 +94,7 @@ class MemoryRun(Run):
             raise self._unreadable(name, None)
         return self.records[name]
 
-    def _write(self, name: str, value: object) -> None:
+    def _write(self, name: str, value: object, mode: int = 0) -> None:
         self._machine.step()
         self.records[name] = value
         if name == "state.json":

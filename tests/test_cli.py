@@ -18,8 +18,8 @@ from samples import NOW, cpu_machine, deployment, draft, gpu_machine, run_folder
 
 from penstock import __version__, paths
 from penstock import run_folder as runs
-from penstock.cli import lifecycle, main, output
-from penstock.deployment import prepare, start, stop
+from penstock.cli import main, output
+from penstock.deployment import prepare, replace
 from penstock.engines.llamacpp.engine import LlamaCpp
 from penstock.engines.vllm.engine import Vllm
 from penstock.errors import PenstockError, UserError
@@ -466,23 +466,20 @@ def test_an_output_that_cannot_be_written_ends_without_a_traceback(words: str, c
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
-def test_ctrl_c_at_a_clean_up_says_so_and_is_not_heard(
-    shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_at_a_clean_up_says_so_and_is_not_heard(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_folder(deployment(name="one"))
     ended = []
 
-    def end_slowly(found: Run, now: bool) -> None:
+    def end_slowly(found: Run, **_: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         ended.append(found.name)
 
-    monkeypatch.setattr(stop, "down", end_slowly)
+    monkeypatch.setattr(replace, "end_run", end_slowly)
     before = signal.getsignal(signal.SIGINT)
-    with start.ctrl_c_ignored():
-        lifecycle._undo("one")
-    assert ended == ["one"]
-    assert capsys.readouterr().err == "\nending one ...\n"
+    said: list[str] = []
+    replace.undo(run, said.append)
+    assert (ended, said) == (["one"], ["ending one ..."])
     assert signal.getsignal(signal.SIGINT) is before
     end(run)
-    lifecycle._undo("one")
+    replace.undo(run)
     assert ended == ["one"], "what has ended is left alone"

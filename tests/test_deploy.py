@@ -16,7 +16,7 @@ from samples import NOW, cpu_machine, demo_plan, deployment, draft, gpu_machine,
 
 from penstock import processes, targets
 from penstock import run_folder as runs
-from penstock.deployment import orders, preflight, prepare
+from penstock.deployment import orders, place, preflight, prepare
 from penstock.deployment import start as deploy
 from penstock.errors import EngineError, PenstockError, PlanError, UserError
 from penstock.hardware import Machine
@@ -161,7 +161,7 @@ def test_a_start_that_broke_off_is_ended_although_ctrl_c_comes_again(
     def press(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(deploy, "start_controller", press)
+    monkeypatch.setattr(place, "start_controller", press)
     monkeypatch.setattr(processes, "sweep", interrupt_again)
     said: list[str] = []
     with pytest.raises(KeyboardInterrupt):
@@ -181,7 +181,7 @@ def test_ports_are_held_from_before_the_plan_until_the_gateway_has_them(
         socket.create_connection(("127.0.0.1", ports[0])).close()  # a client may come, and waits
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(deploy, "start_controller", hand_over)
+    monkeypatch.setattr(place, "start_controller", hand_over)
     with pytest.raises(KeyboardInterrupt):
         deploy.up(wanted)
 

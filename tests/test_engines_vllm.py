@@ -278,7 +278,7 @@ def test_an_end_without_an_explanation_says_how_it_ended() -> None:
     ends = {
         -9: "vLLM was killed by signal 9 (SIGKILL: out of memory, or ended by another process)",
         -11: "vLLM was killed by signal 11 (SIGSEGV)",
-        -15: "vLLM was killed by signal 15",
+        -15: "vLLM was killed by signal 15 (SIGTERM)",
         3: "vLLM exited with code 3",
     }
     for code, words in ends.items():

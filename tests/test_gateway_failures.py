@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_rig import SSE_HEAD, STREAM, Client, Gate, Rig, chunk, hang_up, rig_with, say
+from gateway_rig import CHAT, SSE_HEAD, STREAM, Client, Gate, Rig, chunk, hang_up, rig_with, say
 from store_rig import NOW, Store
+from virtual_loop import advance
 
 from penstock.chat.failures import Failure, failure_of
 from penstock.errors import PenstockError
@@ -97,6 +98,25 @@ async def test_a_full_queue_and_a_model_without_replicas() -> None:
         told = await failure((await rig.client()).post(STREAM, headers="x-penstock-progress: 1\r\n"))
         assert told.kind == "overload"
         assert told.text == "Model 'demo' has no replica that takes requests now. Try again in a moment."
+
+
+async def test_a_gateway_that_took_anothers_place_holds_requests_until_its_first_replica_is_ready_or_it_ends() -> None:
+    changes: dict[str, Any] = {"hold_s": 1.0, "holds_while_loading": True}
+    async with Rig(**changes) as rig:
+        await rig.announce("0", None, "loading")
+        client = (await rig.client()).post(CHAT)
+        await advance(90.0)
+        await rig.engine(say(answer(200, b"{}")))
+        assert (await client.response())[0].status == 200
+        await advance(2.0)
+        await rig.announce("0", None, "loading")
+        assert (await (await rig.client()).post(CHAT).error())[0] == 503
+    async with Rig(**changes) as rig:
+        await rig.announce("0", None, "failed")
+        client = (await rig.client()).post(CHAT)
+        await advance(90.0)
+        await rig.stop()
+        assert (await client.error())[1]["code"] == "no_replica"
 
 
 ENGINE = [

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
-import threading
 import time
-import urllib.request
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hub_server import COMMIT, asked_hub
@@ -36,7 +31,6 @@ from penstock.hardware.network import free_port
 from penstock.models import manifest
 from penstock.models.files import BUNDLED
 from penstock.run_folder import Run
-from penstock.testing.fake_engine.requests import expected_text
 from penstock.wire.client import Client
 
 pytestmark = pytest.mark.processes
@@ -67,29 +61,7 @@ def test_up_talks_is_seen_and_leaves_nothing_after_down(place: Place) -> None:
     assert call("down", "one").code == 0, "a second down finds nothing to do"
 
 
-@contextlib.contextmanager
-def clients(url: str) -> Iterator[list[object]]:
-    """The status of one GET /health after another, or the error."""
-    answers: list[object] = []
-    is_over = threading.Event()
-
-    def ask_on() -> None:
-        while not is_over.wait(0.002):
-            try:
-                with urllib.request.urlopen(f"{url}/health", timeout=30) as answer:
-                    answers.append(answer.status)
-            except OSError as error:
-                answers.append(error)
-
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(ask_on)
-        try:
-            yield answers
-        finally:
-            is_over.set()
-
-
-def test_up_again_starts_nothing_refuses_changes_and_replaces_when_asked(place: Place) -> None:
+def test_up_again_starts_nothing_and_refuses_changes(place: Place) -> None:
     gateway = {"port": free_port("127.0.0.1")}
     file = place.write("one", gateway=gateway)
     run = place.up(file)
@@ -102,14 +74,6 @@ def test_up_again_starts_nothing_refuses_changes_and_replaces_when_asked(place: 
     refused = call("up", place.write("one", gateway={"host": "192.0.2.1", "auth": "keys"}), "--replace")
     assert refused.code == 2 and "Set gateway.host" in refused.err
     assert {role: pid_of(run, role) for role in before} == before, "nothing was changed"
-    run_id = run.record().id
-    with clients(run.url) as answers:
-        new = place.up(place.write("one", args={"reply-tokens": 5}, gateway=gateway), "--replace")
-    assert len(answers) > 50 and set(answers) == {200}, "clients wait for the new gateway"
-    assert new.record().id != run_id and new.url == f"http://127.0.0.1:{gateway['port']}"
-    assert {process.run_id for process in processes.find_marked(str(new.path))} == {new.record().id}
-    reply = Client(new.url).chat([{"role": "user", "content": PROMPT}])
-    assert reply.text == expected_text(PROMPT, 5)
 
 
 def on_both(run: Run) -> list[Asking]:

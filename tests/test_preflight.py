@@ -142,9 +142,11 @@ def test_a_machine_that_has_not_is_refused(hardware: dict[str, Any], machine: Ma
 def test_files_and_variables_of_the_gateway_are_checked_before_anything_starts() -> None:
     upstreams = (Upstream("http://h:1", key_env="NO_SUCH_KEY"), Upstream("http://h:2", key_file=__file__))
     wanted = GatewaySpec(tls_cert="/no/cert.pem", tls_key=__file__, upstreams=upstreams)
-    assert [str(problem) for problem in preflight.unreadable_files(wanted)] == [
+    assert [str(problem) for problem in preflight.gateway_problems(wanted)] == [
         "gateway.upstreams[0].key_env: NO_SUCH_KEY is not set",
         'gateway.tls_cert: cannot read "/no/cert.pem" (check the path)',
     ]
+    spoilt = GatewaySpec(tls_cert=__file__, tls_key=__file__)
+    assert "cannot use certificate" in str(preflight.gateway_problems(spoilt)[0])
     for log, is_fine in (("/no/access.log", False), ("/tmp", False), ("/tmp/access.log", True), ("stderr", True)):
-        assert (preflight.unreadable_files(GatewaySpec(access_log=log)) == []) is is_fine
+        assert (preflight.gateway_problems(GatewaySpec(access_log=log)) == []) is is_fine

@@ -105,6 +105,11 @@ def test_with_the_controller_in_a_job_nothing_stays_on_the_login_node(desk: Desk
     desk.wait(lambda: desk.status()["controller"]["state"] == "gone", "status tells that nobody controls")
     desk.call("up", "/root/one.yaml")
     desk.wait(lambda: desk.status()["controller"]["unit"] == "2", "up starts another")
+    broken = desk.write(gateway={**JOB, "drain_s": 2}, slurm=block, args={"crash-at-start": "ValueError: no"})
+    code, _, said = desk.ask("up", broken, "--replace")
+    assert code == 1 and "What it was to replace is started again." in said
+    desk.wait(lambda: desk.status()["phase"] == "ready", "what ran is back")
+    assert answer(desk, key).startswith("1:tell 2:me")
     desk.down()
 
 

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 def register_up(parser: argparse.ArgumentParser) -> None:
     arguments.add_deployment(parser)
-    parser.add_argument("--replace", action="store_true", help="end a running deployment of that name first")
+    parser.add_argument(
+        "--replace",
+        action="store_true",
+        help="end a running deployment of that name first; it starts again when this one does not",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print exactly what would be sent, and send nothing")
     parser.add_argument("-d", "--no-wait", action="store_true", help="return when the gateway listens")
     text = "stop waiting after this time; the deployment continues to start"
@@ -129,12 +133,12 @@ def _up(options: argparse.Namespace) -> int:
     from penstock import run_folder
     from penstock.cli import progress, status_text
     from penstock.cli.fetch import FetchDisplay
-    from penstock.deployment import live, measured, prepare, start
+    from penstock.deployment import live, measured, prepare, replace, start
 
     deployment = arguments.deployment_of(options)
     if options.dry_run:
         return _print_prepared(prepare.rehearse(deployment), options.json)
-    before, rolls = _launch_id(deployment.name), start.rolls(deployment)
+    started: start.Started | None = None
     try:
         with FetchDisplay(sys.stderr, options.json, "fetch") as bar:
             fetching = prepare.Fetching(bar.show, print_step)
@@ -155,11 +159,10 @@ def _up(options: argparse.Namespace) -> int:
             start.wait_listening(run)
             return 0
         with progress.StartDisplay(sys.stdout, options.json) as display:
-            state = start.wait_ready(run, display.show, options.timeout, is_ours=not (started.was_running or rolls))
+            state = start.wait_ready(run, display.show, options.timeout, started.is_alone)
     except KeyboardInterrupt:
-        with start.ctrl_c_ignored():
-            if _launch_id(deployment.name) != before and not rolls:  # a second `up` does not end what ran before it
-                _undo(deployment.name)
+        if started is not None and started.is_alone:
+            replace.undo(run_folder.find(started.name), lambda step: print_step(f"\n{step}"))
         raise
     if options.json:
         shown = live.shown(run)
@@ -181,26 +184,6 @@ def _run(options: argparse.Namespace) -> int:
         code = _up(start) if code is None else code
     prompt = ["--message", " ".join(options.prompt)] if options.prompt else []
     return code or main.run(["chat", name, *prompt])
-
-
-def _launch_id(name: str) -> str | None:
-    from penstock import paths, run_folder
-
-    run = run_folder.Run(paths.home() / "runs" / name)
-    try:
-        return run.record().id
-    except PenstockError:  # there is none, or its folder is damaged: `up` reports it
-        return None
-
-
-def _undo(name: str) -> None:
-    from penstock import paths, run_folder
-    from penstock.deployment import stop
-
-    run = run_folder.Run(paths.home() / "runs" / name)
-    if run.exists() and not run.is_ended():
-        print(f"\nending {name} ...", file=sys.stderr)
-        stop.down(run, now=True)
 
 
 def _render(options: argparse.Namespace) -> int:

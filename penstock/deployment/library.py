@@ -16,6 +16,7 @@ import msgspec
 from penstock import run_folder, targets
 from penstock.deployment import live, observe, orders, planning, start, stop
 from penstock.deployment import logs as deployment_logs
+from penstock.deployment.replace import undo
 from penstock.errors import UserError
 from penstock.planner.request import Sizing
 from penstock.run_folder import Run, State
@@ -114,20 +115,21 @@ def up(
 ) -> RunningDeployment:
     """Start a deployment, or find it running with the same settings. With `wait`, block until every replica is ready.
 
-    `replace` ends a deployment of that name that runs with other settings. `on_state` is called with each new state.
-    Raises UserError, PlanError, or EngineError for a start that failed, of which nothing stays. After `timeout_s` it
+    `replace` ends a deployment of that name that runs with other settings, and starts it again when this start fails.
+    `on_state` is called with each new state. Raises UserError, PlanError, or EngineError for a start that failed, of
+    which nothing stays. After `timeout_s` it
     raises PenstockError and the start continues; Ctrl-C ends a start of ours.
     """
     started = start.up(deployment_of(source), replace)
     run = run_folder.find(started.name)
     try:
         if wait:
-            start.wait_ready(run, on_state or _ignore, timeout_s, is_ours=not started.was_running)
+            start.wait_ready(run, on_state or _ignore, timeout_s, started.is_alone)
         else:
             start.wait_listening(run)
     except KeyboardInterrupt:
-        if not started.was_running:
-            stop.down(run, now=True)
+        if started.is_alone:
+            undo(run)
         raise
     return RunningDeployment(started.name, live.shown(run).url, started.key, started.was_running)
 

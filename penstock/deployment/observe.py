@@ -25,6 +25,7 @@ from penstock.wire.scaling import Scaling
 from penstock.world import Processes
 
 _TIMEOUT_S = 2.0
+_GATEWAY_STARTS = 3  # a gateway that died this often during `up` will not come
 _FRESH_S = 5.0
 _PLACED_FRESH_S = 60.0  # its files come by a shared file system, and its clock is another machine's
 
@@ -119,6 +120,12 @@ def admin_view(run: Run) -> GatewayView | None:
         return joined([msgspec.convert(answer, GatewayView) for answer in answers])
     except (PenstockError, OSError, msgspec.ValidationError):
         return None
+
+
+def has_failed(state: State) -> bool:
+    """Whether a start does not succeed: a replica failed, or no gateway of it lived."""
+    is_gateway_lost = state.gateway.n_restarts >= _GATEWAY_STARTS and state.requests_total == 0
+    return is_gateway_lost or any(row.state == "failed" for row in state.replicas)
 
 
 def summarise(

@@ -14,12 +14,14 @@ import msgspec
 
 from penstock.deployment import planning
 from penstock.engines import Engine, Missing
-from penstock.errors import Problem, SpecError, UserError
+from penstock.errors import PenstockError, Problem, SpecError, UserError
+from penstock.gateway.accounting import store
+from penstock.gateway.connections.listener import open_tls
 from penstock.hardware import Gpu, Machine, catalog
 from penstock.observe import prometheus
 from penstock.paths import free_bytes, read_token
 from penstock.planner import Plan
-from penstock.spec.deployment import Deployment, GatewaySpec, Hardware, Observe
+from penstock.spec.deployment import Deployment, GatewaySpec, Hardware, Observe, store_file
 from penstock.spec.gateway import STDERR
 from penstock.targets import Target
 from penstock.text import MIB, show_bytes
@@ -95,8 +97,8 @@ def prometheus_warning(observe: Observe) -> str | None:
     return f"observe.prometheus: the program is not installed, so nothing is recorded ({prometheus.INSTALL})"
 
 
-def unreadable_files(gateway: GatewaySpec) -> list[Problem]:
-    """The files and variables that the gateway will need, on the machine that starts it."""
+def gateway_problems(gateway: GatewaySpec) -> list[Problem]:
+    """What the gateway will need, on the machine that starts it: files, variables, its store."""
     files = {"tls_cert": gateway.tls_cert, "tls_key": gateway.tls_key}
     problems = []
     for index, upstream in enumerate(gateway.upstreams):
@@ -111,6 +113,15 @@ def unreadable_files(gateway: GatewaySpec) -> list[Problem]:
         path = Path(log).expanduser()
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
             problems.append(Problem("gateway.access_log", f'cannot write "{log}"', "make its folder, or use stderr"))
+    field = "tls_cert"
+    try:
+        if gateway.tls_cert and gateway.tls_key and not problems:
+            open_tls(*(str(Path(name).expanduser()) for name in (gateway.tls_cert, gateway.tls_key)))
+        field = "store"
+        if gateway.store is not None and store_file(gateway.store) is None:
+            store.connect(gateway.store).close()
+    except PenstockError as error:
+        problems.append(Problem(f"gateway.{field}", error.message, error.hint))
     return problems
 
 

@@ -130,7 +130,7 @@ def _kept(errors: list[PenstockError]) -> Iterator[None]:
 def _check_file(deployment: Deployment, target: Target, is_rehearsal: bool) -> None:
     problems = [*preflight.unsupported(deployment, target), *target.check(deployment, is_rehearsal)]
     if not is_rehearsal and "gateway" not in target.placed(deployment):
-        problems += preflight.unreadable_files(deployment.gateway)
+        problems += preflight.gateway_problems(deployment.gateway)
     if not is_rehearsal and "controller" not in target.placed(deployment):
         problems += preflight.prometheus_problems(deployment.observe)
     if deployment.engine.kind != "auto":

@@ -7,47 +7,52 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import signal
+import shutil
 import socket
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import cast
 
 import msgspec
 
 from penstock import paths, processes, run_folder, targets
 from penstock.deployment import gateway_config, live, observe
 from penstock.deployment.events import asked_by
+from penstock.deployment.place import bind, launch, sockets, start_controller
 from penstock.deployment.prepare import UNSEEN, Fetching, Prepared, not_ended, prepare
+from penstock.deployment.replace import keep, try_engine, undo, undone
 from penstock.deployment.stop import OnStep, end_run
 from penstock.errors import EngineError, PenstockError, UserError
 from penstock.gateway.accounting import store
 from penstock.gateway.accounting.key_store import KeyStore, hash_of, new_secret
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.connections.listener import open_socket
 from penstock.paths import write_atomically
-from penstock.run_folder import Draft, Run, State, Unit
+from penstock.run_folder import Desired, Draft, Run, State, Unit
 from penstock.spec import reading
-from penstock.spec.deployment import Deployment, GatewaySpec
+from penstock.spec.deployment import Deployment
 from penstock.targets import Target
 
 _POLL_S = 0.15
-_RETRY_S = 0.005
-_GATEWAY_STARTS = 3  # a gateway that died this often during `up` will not come
 _ENDED = ("down", "failed")
 
 OnState = Callable[[State], None]
 
 
 class Started(msgspec.Struct, frozen=True):
-    """What `up` did. `key`: the client's, shown this once. `url` is None while the gateway waits in a queue."""
+    """What `up` did. `key`: the client's, shown this once. `url` is None while the gateway waits in a queue. `rolls`:
+    what it replaces serves until it is ready."""
 
     name: str
     url: str | None
     key: str | None = None
     was_running: bool = False
+    rolls: bool = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing that served before ends with it."""
+        return not (self.was_running or self.rolls)
 
 
 def up(
@@ -71,22 +76,31 @@ def up(
                 hint = "Add --replace to end it and start the new one, or give another --name."
                 message = f'deployment "{deployment.name}" runs with other settings'
                 refusals.append(UserError(message, detail="\n".join(changes), hint=hint))
-        with bind("127.0.0.1") as held:
-            admin_port = held.getsockname()[1]
-            prepared = prepare(deployment, admin_port, not_ended(deployment.name), refusals=refusals, fetching=fetching)
+        with bind("127.0.0.1") as port:
+            admin_port = port.getsockname()[1]
+            last = not_ended(deployment.name)
+            prepared = prepare(deployment, admin_port, last, refusals=refusals, fetching=fetching)
             if existing is None and silence is not None:
                 raise silence  # one of that name may run there, which a start would end
+            run, target = Run(paths.home() / "runs" / deployment.name), targets.load(deployment.target)
+            is_roll = last is not None and last.record().target == target.name and target.rolls(last, deployment)
+            replaced = None if existing is None or is_roll else existing.desired()
             if existing is not None:
+                try_engine(prepared, target)
                 existing.add_event("replace", "penstock up --replace", who=asked_by())
-            old, target = Run(paths.home() / "runs" / deployment.name), targets.load(deployment.target)
-            if "gateway" in target.placed(deployment):
-                is_roll = rolls(deployment)
-                if old.exists() and not is_roll:
-                    end_run(old, now=False, on_step=None)
-                return _start(prepared, (), on_step, is_roll)
             host = "127.0.0.1" if target.listen == "loopback" else "0.0.0.0"
-            with bind(host, admin_port) as admin, _replace(old, deployment.gateway) as public:
-                return _start(prepared, (public, admin), on_step)
+            addresses = ((deployment.gateway.host, deployment.gateway.port), (host, admin_port))
+
+            def end() -> None:
+                if run.exists() and not is_roll:
+                    end_run(run, now=False, on_step=None)
+
+            is_placed = "gateway" in target.placed(deployment)
+            with (
+                undone(run, replaced, on_step, is_roll),
+                sockets(end, None if is_placed else addresses) as held,
+            ):
+                return _start(prepared, held, replaced, is_roll)
 
 
 def _look_elsewhere(deployment: Deployment) -> PenstockError | None:
@@ -96,48 +110,6 @@ def _look_elsewhere(deployment: Deployment) -> PenstockError | None:
     except PenstockError as exc:  # a target that does not answer is reported by its own checks, with all else
         return exc
     return None
-
-
-def rolls(deployment: Deployment) -> bool:
-    """Whether one of that name runs that its target replaces without a pause: it serves until the new one does.
-
-    One that another machine started gets its run folder here first.
-    """
-    _look_elsewhere(deployment)
-    existing = not_ended(deployment.name)
-    if existing is None or existing.record().target != deployment.target:
-        return False
-    return targets.load(deployment.target).rolls(existing, deployment)
-
-
-def bind(host: str, port: int = 0) -> socket.socket:
-    """The admin socket of a gateway that starts later: until it listens, others of ours may bind the port too."""
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.bind((host, port))
-    return sock
-
-
-def _replace(old: Run, spec: GatewaySpec) -> socket.socket:
-    """Ends a run, and listens for its successor from the moment on in which its gateway does not: clients wait."""
-    is_over = threading.Event()
-
-    def listen() -> socket.socket:
-        while not is_over.is_set():
-            with contextlib.suppress(UserError):
-                return open_socket((spec.host, spec.port))
-            is_over.wait(_RETRY_S)
-        return open_socket((spec.host, spec.port))
-
-    with ThreadPoolExecutor(1) as pool:
-        listening = pool.submit(listen)
-        try:
-            if old.exists():
-                end_run(old, now=False, on_step=None)
-        finally:
-            is_over.set()
-    return listening.result()
 
 
 def _running(name: str) -> Run | None:
@@ -161,52 +133,29 @@ def revive(run: Run) -> None:
         start_controller(run)
 
 
-@contextlib.contextmanager
-def ctrl_c_ignored() -> Iterator[None]:
-    """Ctrl-C does nothing in this block: pressed twice, it must not leave half a deployment."""
-    if threading.current_thread() is not threading.main_thread():  # there it never interrupts
-        yield
-        return
-    before = signal.signal(signal.SIGINT, lambda *_: None)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
-
-
-def _start(
-    prepared: Prepared, sockets: Sequence[socket.socket], on_step: OnStep | None, is_roll: bool = False
-) -> Started:
-    """`sockets`: the public and the admin one, unless the target places the gateway."""
+def _start(prepared: Prepared, held: Sequence[socket.socket], replaced: Desired | None, is_roll: bool) -> Started:
+    """`held`: the public and the admin socket, unless the target places the gateway."""
     deployment, key, target = prepared.deployment, None, targets.load(prepared.deployment.target)
-    run = write_run(prepared, [sock.getsockname()[1] for sock in sockets])
+    run = write_run(prepared, [sock.getsockname()[1] for sock in held], replaced)
     run.add_event(
         "up", f"penstock up {deployment.name}: {deployment.model} on target {deployment.target}", who=asked_by()
     )
-    try:
-        place = run.gateway_file().store
-        if run.places("gateway") and not target.shares_files:
-            key = _carried_key(run) if deployment.gateway.auth == "keys" else None
-        elif place is not None:
-            if deployment.gateway.auth == "keys":
-                with contextlib.closing(store.connect(place)) as database:
-                    key = KeyStore(database).renew("first", 0.0, time.time())
-            if run.places("gateway"):
-                store.share(place)
-        place_units(run, target)
-        if key is not None and run.places("gateway") and not target.shares_files and not run.first_key_file.exists():
-            key = None  # it has the key of an earlier `up`
-        if not run.places("controller"):
-            start_controller(run, sockets)
-    except BaseException:
-        if is_roll:  # what served before still does
-            raise
-        with ctrl_c_ignored():
-            if on_step is not None:
-                on_step(f"ending {run.name} ...")
-            end_run(run, now=True, on_step=None)
-        raise
-    return Started(run.name, live.shown(run).url, key)
+    place = run.gateway_file().store
+    if run.places("gateway") and not target.shares_files:
+        key = _carried_key(run) if deployment.gateway.auth == "keys" else None
+    elif place is not None:
+        if deployment.gateway.auth == "keys":
+            with contextlib.closing(store.connect(place)) as database:
+                keys = KeyStore(database)
+                has_first = any(key.name == "first" and key.revoked_at is None for key in keys.all())
+                # Clients of the one that this replaces have it already.
+                key = None if has_first and replaced is not None else keys.renew("first", 0.0, time.time())
+        if run.places("gateway"):
+            store.share(place)
+    launch(run, held)
+    if key is not None and run.places("gateway") and not target.shares_files and not run.first_key_file.exists():
+        key = None  # it has the key of an earlier `up`
+    return Started(run.name, live.shown(run).url, key, rolls=is_roll)
 
 
 def _carried_key(run: Run) -> str:
@@ -216,21 +165,13 @@ def _carried_key(run: Run) -> str:
     return key
 
 
-def write_run(prepared: Prepared, ports: Sequence[int] = ()) -> Run:
+def write_run(prepared: Prepared, ports: Sequence[int] = (), replaced: Desired | None = None) -> Run:
     """The run folder of a deployment, whole; nothing is started. `ports`: those of `_start`'s sockets."""
     deployment, target = prepared.deployment, targets.load(prepared.deployment.target)
     config, token = _gateway_config(prepared, target, ports), secrets.token_urlsafe(24)
+    config = msgspec.structs.replace(config, holds_while_loading=replaced is not None)
     draft = Draft(deployment, prepared.plan, prepared.artifact, config, token, target.placed(deployment))
-    return run_folder.create(draft, time.time())
-
-
-def place_units(run: Run, target: Target) -> None:
-    """Place every unit of a new run.  Raises PenstockError when not all could be."""
-    units = {Unit("replica", str(number)) for number in range(run.desired().replicas)}
-    units |= {Unit(kind, "0") for kind in run.record().placed if kind != "replica"}
-    run.write_handle(target.place(run, units))
-    if run.handle().units.keys() != {unit.key for unit in units}:
-        run.write_handle(target.place(run, units))  # raises what kept it from placing the others
+    return run_folder.create(draft, time.time(), None if replaced is None else partial(keep, replaced))
 
 
 def _gateway_config(prepared: Prepared, target: Target, ports: Sequence[int]) -> GatewayConfig:
@@ -242,15 +183,6 @@ def _gateway_config(prepared: Prepared, target: Target, ports: Sequence[int]) ->
         admin = f"{'127.0.0.1' if target.listen == 'loopback' else '0.0.0.0'}:{ports[1]}"
     run, addresses = Run(paths.home() / "runs" / deployment.name), gateway_config.Addresses(listen, admin)
     return gateway_config.make(run, deployment, prepared.plan, addresses)
-
-
-def start_controller(run: Run, sockets: Sequence[socket.socket] = ()) -> None:
-    """Start the controller of a run, detached. A second one leaves at once. `sockets` are for its gateway."""
-    marks = processes.marks(str(run.path), run.record().id, "controller")
-    files = [sock.fileno() for sock in sockets]
-    argv = [sys.executable, "-m", "penstock.deployment.controller", str(run.path)]
-    argv += ["--sockets", ",".join(map(str, files))] if files else []
-    processes.start_detached(argv, marks, run.log("controller"), files=files)
 
 
 def watch(run: Run, on_state: OnState, is_done: Callable[[State], bool], timeout_s: float | None = None) -> State:
@@ -277,39 +209,40 @@ def watch(run: Run, on_state: OnState, is_done: Callable[[State], bool], timeout
 def wait_listening(run: Run) -> None:
     """Block until the gateway listens; not where it, or its controller, may wait in a queue for hours."""
     if not run.places("gateway") and not run.places("controller"):
-        state = watch(
-            run, lambda _: None, lambda state: _is_gateway_lost(state) or observe.admin_view(run) is not None, 30
-        )
-        if _is_gateway_lost(state):
+        state = watch(run, lambda _: None, lambda state: _is_lost(state) or observe.admin_view(run) is not None, 30)
+        if _is_lost(state):
             raise _start_error(run, state)
 
 
-def _is_gateway_lost(state: State) -> bool:
-    return state.phase == "down" or (state.gateway.n_restarts >= _GATEWAY_STARTS and state.requests_total == 0)
+def _is_lost(state: State) -> bool:
+    return state.phase in _ENDED or observe.has_failed(state)
 
 
 def wait_ready(run: Run, on_state: OnState, timeout_s: float | None = None, is_ours: bool = True) -> State:
     """Block until every replica is ready. Raises EngineError for a failed start, which is ended if `is_ours`."""
 
-    refusal: PenstockError | None = None
+    own, refusal = run.launch, cast(PenstockError | None, None)
 
     def is_over(state: State) -> bool:
         nonlocal refusal
-        is_settled = state.phase in ("ready", *_ENDED) or any(row.state == "failed" for row in state.replicas)
-        if is_settled or _is_gateway_lost(state):
+        if state.phase == "ready" or _is_lost(state) or run.launch not in (own, None):
             return True
         refusal = _refusal(run)
         return refusal is not None
 
     state = watch(run, on_state, is_over, timeout_s)
-    if state.phase == "ready":
+    if run.launch != own:  # its controller gave it up
+        state = Run(run.failed_folder).state() or state
+    elif state.phase == "ready":
+        shutil.rmtree(run.previous_folder, ignore_errors=True)
         return state
     error = refusal or _start_error(run, state)
     if is_ours and state.phase != "down":
         failure = msgspec.structs.replace(state, reason=state.reason or error.detail or error.message)
-        # Another command that holds the lock is most likely ending it; the failure is reported in any case.
-        with contextlib.suppress(UserError), run_folder.locked(run.name):
-            end_run(run, now=True, on_step=None, failure=failure)
+        outcome = undo(run, None, failure, own)
+        if outcome is not None:
+            error.detail = "\n".join(filter(None, (error.detail, outcome)))
+            error.hint = f"The logs of the start that failed: {run.failed_folder / 'logs'}"
     raise error
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import msgspec
@@ -127,3 +129,16 @@ def _why_unwritten(write: Callable[[T], None], value: T) -> str | None:
     except OSError as exc:
         return exc.strerror or str(exc)
     return None
+
+
+@contextlib.contextmanager
+def ctrl_c_ignored() -> Iterator[None]:
+    """Ctrl-C does nothing in this block: pressed twice, it must not leave half a deployment."""
+    if threading.current_thread() is not threading.main_thread():  # there it never interrupts
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)

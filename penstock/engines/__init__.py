@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -187,6 +188,10 @@ class Engine(ABC):
         """What its requests may hold: ("text",) or ("text", "image"); empty where it is not known."""
         return ("text",)
 
+    def trial(self, plan: Plan) -> tuple[str, ...]:
+        """Words for Python that ask it without a GPU whether it takes these settings: exit code 2 says no."""
+        return ()
+
     def why_sleepless(self, plan: Plan) -> str | None:
         """Why it cannot sleep with this plan, as a sentence without its end; None where it can."""
         return f"engine {self.name} cannot give its memory back and take it again"
@@ -229,8 +234,7 @@ def explain(ended: str, deaths: Sequence[Death], lines: Sequence[str]) -> Diagno
     """The diagnosis of the first death in the table that a line matches. `ended`: "vLLM exited with code 1"."""
     for death in deaths:
         for line in lines:
-            match = death.pattern.search(line)
-            if match:
+            if match := death.pattern.search(line):
                 groups = [(group or "").strip() for group in match.groups()]
                 hint = death.hint.format(*groups) if death.hint else None
                 return Diagnosis(f"{ended}: {death.reason.format(*groups)}", hint, death.is_final, line)
@@ -252,10 +256,6 @@ def how_it_ended(exit_code: int) -> str:
     """An exit code in words: -9 -> "was killed by signal 9 (SIGKILL: ...)", 2 -> "exited with code 2"."""
     if exit_code >= 0:
         return f"exited with code {exit_code}"
-    words = {
-        -9: " (SIGKILL: out of memory, or ended by another process)",
-        -11: " (SIGSEGV)",
-        -6: " (SIGABRT)",
-        -4: " (SIGILL)",
-    }
-    return f"was killed by signal {-exit_code}{words.get(exit_code, '')}"
+    name = {int(number): number.name for number in signal.Signals}.get(-exit_code, "no name")
+    why = ": out of memory, or ended by another process" if -exit_code == signal.SIGKILL else ""
+    return f"was killed by signal {-exit_code} ({name}{why})"

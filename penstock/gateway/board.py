@@ -36,12 +36,9 @@ class RankBoard:
         elif not must_leave:
             self._successors.discard(post.instance)
         rows[post.rank] = (now, post)
-        for replica in list(self._posts):
-            kept = {rank: row for rank, row in self._posts[replica].items() if now - row[0] < FORGET_AFTER_S}
-            if kept:
-                self._posts[replica] = kept
-            else:
-                del self._posts[replica]
+        for replica, posts_of in list(self._posts.items()):
+            self._posts[replica] = {rank: row for rank, row in posts_of.items() if now - row[0] < FORGET_AFTER_S}
+        self._posts = {replica: rows for replica, rows in self._posts.items() if rows}
         self._successors &= {row.instance for rows in self._posts.values() for _, row in rows.values()}
         posts = tuple(sorted(self._views(post.replica, now), key=lambda view: view.post.rank))
         return BoardView(round(now - self._began, 3), posts, must_leave and post.instance not in self._successors)

@@ -57,7 +57,8 @@ class GatewayConfig(GatewaySettings, frozen=True, forbid_unknown_fields=True, kw
     `engines_need_key`: engines ask for the key that nodes and gateway derive from the admin token. `deployment`: its
     name, in labels and on the page. `slo`: the promised latencies. `gpu_hour_usd`: the price of one GPU for an hour,
     `gpus_per_replica` how many a replica has. `engine_families`: how the names of engines' metrics begin; `renamed`:
-    their old names -> the present ones.
+    their old names -> the present ones. `holds_while_loading`: requests wait for the first replica while one is on
+    its way, also longer than `hold_s`.
     """
 
     listen: str
@@ -75,6 +76,7 @@ class GatewayConfig(GatewaySettings, frozen=True, forbid_unknown_fields=True, kw
     gpus_per_replica: int = 0
     engine_families: tuple[str, ...] = ()
     renamed: dict[str, str] = msgspec.field(default_factory=dict)
+    holds_while_loading: bool = False
 
 
 def load_config(path: Path) -> GatewayConfig:

@@ -48,7 +48,7 @@ class GatewayContext:
         self.now: Callable[[], float] = world.now
         self.unix: Callable[[], float] = world.unix
         self.replicas, self.queue, self.pool, self.counters = replicas, queue, pool, counters
-        self.hold_s = config.hold_s
+        self.hold_s, self.holds_while_loading = config.hold_s, config.holds_while_loading
         self.needs_key = config.auth == "keys"
         self.allowed_origins = frozenset([origin.encode() for origin in config.allowed_origins])
         self.tracer: Tracer | None = None
@@ -72,6 +72,11 @@ class GatewayContext:
         if self.queue.waiting:
             self.queue.wake(replica.announcement.model, 1)
 
+    def deadline(self, model: str, deadline: float, now: float) -> float:
+        """Until when a request waits, or looks again: beyond `hold_s` while the first replica of a successor comes."""
+        is_held = self.holds_while_loading and self.replicas.announced(model, now)
+        return max(deadline, now + 1.0) if is_held else deadline
+
     def wake_sleeper(self, model: str, now: float) -> None:
         """Orders a sleeping replica to wake where requests need it. Any worker may answer its node, so all know it."""
         row = self.replicas.sleeper(model, now, self.queue.waiting_for(model))
@@ -85,5 +90,6 @@ class GatewayContext:
             forwarding.bear_silence(now)
         for model in self.replicas.models:
             self.wake_sleeper(model.name, now)
+            self.holds_while_loading &= not self.replicas.ready(model.name, now)
             if self.queue.waiting_for(model.name) and self.replicas.ready(model.name, now):
                 self.queue.wake(model.name)

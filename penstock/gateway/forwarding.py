@@ -103,22 +103,20 @@ class Forwarding:
         if context.tracer is not None:
             self._trace = context.tracer.begin(self._request_head)
         try:
-            refusal = entry.start() if entry is not None else None
-            if refusal is not None:
-                self._refuse(refusal)
-                return
             if entry is not None:
+                if (refusal := entry.start()) is not None:
+                    self._refuse(refusal)
+                    return
                 self._body = entry.body
             if self._facts.timeout_s is not None:
                 delay_s = self._received_at + self._facts.timeout_s - self._context.now()
                 self._timer = asyncio.get_running_loop().call_later(max(0.0, delay_s), self._be_late)
             if not context.queue.waiting_for(self._model) and not (entry is not None and entry.is_held):
                 self._take_replica()
-            if self._replica is not None and self._replica.address is not None:
-                connection = context.pool.take(self._replica.address)
-                if connection is not None:
-                    self._send(connection)
-                    return
+            address = None if self._replica is None else self._replica.address
+            if address is not None and (connection := context.pool.take(address)) is not None:
+                self._send(connection)
+                return
             self._task = asyncio.get_running_loop().create_task(self._find())
         except BaseException:
             self._settle("broken")
@@ -131,12 +129,13 @@ class Forwarding:
         if self._client.is_gone:
             is_whole = self._ending is not None and self._ending.has_done()
             self._settle("complete" if is_whole else "client_gone")
+        elif self._held_at is not None:
+            self._refuse_for_now()
         else:
             self._end_early("the gateway is shutting down")
 
     def _be_late(self) -> None:
         if not self._has_ended:
-            assert self._facts.timeout_s is not None
             message = f"the request was not done within its x-request-timeout of {self._facts.timeout_s:g} s"
             self._end_early(message, 504, "deadline_exceeded", outcome="late")
 
@@ -194,11 +193,12 @@ class Forwarding:
             return False
         if context.queue.waiting_for(self._model) == 1:  # the first; once a second for all
             context.wake_sleeper(self._model, began_at)
-        comment_at = began_at + waiting_streams.first_after_s(facts.wants_progress) if facts.streams else deadline
+        comment_at = began_at + waiting_streams.first_after_s(facts)
         self._held_at = began_at
         try:
             while True:
                 now = self._context.now()
+                deadline = context.deadline(self._model, deadline, now)
                 if now >= deadline:
                     self._task = None
                     self._refuse_for_now()

@@ -60,11 +60,7 @@ _LANDING: Final = b"""<!doctype html>
 
 class Public:
     def __init__(
-        self,
-        config: GatewayConfig,
-        accounting: Accounting,
-        context: GatewayContext,
-        monitoring: Monitoring,
+        self, config: GatewayConfig, accounting: Accounting, context: GatewayContext, monitoring: Monitoring
     ) -> None:
         self._accounting = accounting
         self._context = context
@@ -92,8 +88,7 @@ class Public:
         refusal = self._refuse_path(head)
         if is_whole and refusal is None:
             return None
-        site_refusal = self._refuse_site(head)
-        if site_refusal is not None:
+        if (site_refusal := self._refuse_site(head)) is not None:
             return site_refusal
         if not self._context.needs_key or head.path in _KEYLESS_PATHS:
             return refusal
@@ -124,8 +119,7 @@ class Public:
 
     def handle(self, request: Request, client: ClientConnection) -> Answer | None:
         path = request.head.path
-        refusal = self._refuse_site(request.head)
-        if refusal is not None:
+        if (refusal := self._refuse_site(request.head)) is not None:
             return refusal
         if path in _KEYLESS_PATHS:
             return self._answer_anyone(path)
@@ -136,8 +130,7 @@ class Public:
         if holder is None and self._context.needs_key:
             # Also of a body that took its time, while its key ended. From here on None means: no keys needed.
             return self._refuse_key()
-        is_own = path in _OWN_PATHS or path.startswith(_MODEL_PATH)
-        if not is_own:
+        if path not in _OWN_PATHS and not path.startswith(_MODEL_PATH):
             return self._forward(request, client, holder)
         if path == b"/load":
             return json_answer({"server_load": self._replicas.in_flight_total + self._context.queue.waiting})
@@ -199,10 +192,9 @@ class Public:
         response_id = facts.response_id or (match.group(1) if match else b"")
         place = self._context.response_owners.find(response_id) if response_id else None
         model = place[0] if place is not None and name is None else self._replicas.resolve(name)
-        if model is None and name is None:
-            return error_answer(400, "the request names no model, and several are served", "model_missing", "model")
         if model is None:
-            assert name is not None
+            if name is None:
+                return error_answer(400, "the request names no model, and several are served", "model_missing", "model")
             return _unknown_model(name)
         if holder is not None and not holder.may_use(name or model, *self._names[model]):
             exchange = Exchange(head, facts, "refused", client.address, False) if self._accounting.logs_all else None

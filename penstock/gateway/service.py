@@ -27,6 +27,7 @@ from penstock.gateway.config import GatewayConfig, parse_address, upstream_keys
 from penstock.gateway.connections.engine import Pool
 from penstock.gateway.connections.listener import (
     BACKLOG,
+    HANDSHAKES_S,
     Listener,
     fit_connections,
     open_socket,
@@ -182,7 +183,8 @@ class Gateway:
             "draining: %d in flight, %d waiting", self._context.replicas.in_flight_total, self._context.queue.waiting
         )
         self._live.stop()
-        n_cut = await self.public.drain(self._config.drain_s)
+        is_vain = self._context.holds_while_loading  # what waits here can never be served
+        n_cut = await self.public.drain(2 * HANDSHAKES_S if is_vain else self._config.drain_s)
         await self.admin.drain(0.0)
         self._static_upstreams.stop()
         self._lapsed_probes.stop()

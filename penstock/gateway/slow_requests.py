@@ -24,11 +24,9 @@ class SlowRequests:
     def add(self, request: SlowRequest, now: float) -> None:
         """`now`: monotonic, when it ended."""
         self._n_added += 1
-        item = (request.duration_s, self._n_added, now, request)
-        if len(self._heap) >= MAX_KEPT:
-            heapq.heapreplace(self._heap, item)
-        else:
-            heapq.heappush(self._heap, item)
+        heapq.heappush(self._heap, (request.duration_s, self._n_added, now, request))
+        if len(self._heap) > MAX_KEPT:
+            heapq.heappop(self._heap)
         self._set_least()
 
     def worst(self, now: float, n_requests: int) -> list[SlowRequest]:

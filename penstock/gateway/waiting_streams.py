@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from penstock.gateway.context import GatewayContext
+from penstock.gateway.request import RequestFacts
 from penstock.gateway.responses import http_date
 from penstock.gateway.routing.queue import QueueEntry
 from penstock.gateway.streams import NO_BUFFERING
@@ -32,8 +34,9 @@ def write_head(now_s: float, is_chunked: bool) -> bytes:
     )
 
 
-def first_after_s(wants_progress: bool) -> float:
-    return PROGRESS_FIRST_S if wants_progress else QUIET_S
+def first_after_s(facts: RequestFacts) -> float:
+    """Seconds to the first comment: never in an answer that is no stream."""
+    return math.inf if not facts.streams else PROGRESS_FIRST_S if facts.wants_progress else QUIET_S
 
 
 def next_after_s(context: GatewayContext, entry: QueueEntry, wants_progress: bool) -> float:

@@ -208,7 +208,7 @@ def _place(options: argparse.Namespace, deployment: Deployment | None, tensor: i
         with live.url(run) as url:
             yield Place(url, name, started.key, deployment.model, name)
     finally:
-        with start.ctrl_c_ignored():
+        with stop.ctrl_c_ignored():
             if not run.is_ended():
                 stop.down(run, now=True)
 

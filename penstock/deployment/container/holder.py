@@ -14,6 +14,7 @@ import psutil
 from penstock import __version__, paths, processes, run_folder, targets
 from penstock.deployment import start
 from penstock.deployment.doctor import nodes
+from penstock.deployment.place import bind, launch
 from penstock.deployment.prepare import Fetching, prepare
 from penstock.deployment.stop import end_run
 from penstock.errors import PenstockError, UserError
@@ -68,7 +69,7 @@ class Holder:
         before = Run(paths.home() / "runs" / deployment.name)
         if before.exists():  # the platform started this container again
             end_run(before, now=True, on_step=None)
-        with start.bind("127.0.0.1") as admin:
+        with bind("127.0.0.1") as admin:
             admin_port = admin.getsockname()[1]
             prepared = prepare(deployment, admin_port, fetching=Fetching(self._show, self._say))
             for warning in [*prepared.plan.warnings, *_shared_memory(prepared.plan.layout.n_ranks)]:
@@ -78,8 +79,7 @@ class Holder:
                 write_atomically(run.admin_token_file, token.encode(), mode=0o600)
                 self._introduce_key(run)
                 self._say("placing the replicas")
-                start.place_units(run, targets.load(deployment.target))
-                start.start_controller(run, (public, admin))
+                launch(run, (public, admin))
         self.run = run
 
     def _introduce_key(self, run: Run) -> None:

@@ -24,6 +24,7 @@ from penstock.deployment.controller.prometheus import Prometheus
 from penstock.deployment.controller.scaler import Look, Scaler
 from penstock.deployment.controller.watchdog import Sight
 from penstock.deployment.observe import History, Observation, gateways, look, summarise
+from penstock.deployment.replace import settle
 from penstock.errors import PenstockError
 from penstock.paths import is_full
 from penstock.processes import Backoff, marks
@@ -93,12 +94,12 @@ class Controller:
         self._refusal: _Refusal | None = None
         self._watchdog: Process | None = None
         self._written: tuple[float, State] | None = None
-        self._scaler = (
-            Scaler(run, deployment, self._plan, last, world.unix()) if deployment.replicas.follows_load else None
-        )
+        follows = deployment.replicas.follows_load
+        self._scaler = Scaler(run, deployment, self._plan, last, world.unix()) if follows else None
         self._news = NewsPoster(run, world)
         self._sight = Sight(run.path)
         self._noted = noted_of(last)
+        self._replaces = run.previous_folder.exists()
         self._passed_on = run.desired().order if last is not None else None  # by the controller before this one
         self._children: list[Child] = []
         self._prometheus: Prometheus | None = None
@@ -151,6 +152,7 @@ class Controller:
         self._add_events(events)
         self._write(state)
         self._news.post(state)
+        self._replaces = self._replaces and not settle(self.run, state, self._processes)
         return decision
 
     def _scale(self, desired: Desired, seen: Observation) -> Scaling | None:
@@ -187,14 +189,14 @@ class Controller:
         self.history = msgspec.structs.replace(self.history, **parts)
 
     def _own_part(self, last: State | None) -> Part:
-        part = Part("running", self._processes.identify(os.getpid(), "controller"), unit=self._own)
-        before = last.controller if last is not None else Part("gone")
-        is_successor = before.unit != self._own
-        if before.process is None or is_successor:
-            return msgspec.structs.replace(part, n_restarts=before.n_restarts, restarts=before.restarts)
+        before, own = last.controller if last is not None else Part("gone"), self._own
+        process = self._processes.identify(os.getpid(), "controller")
+        part = Part("running", process, before.n_restarts, before.restarts, unit=own)
+        if before.process is None or before.unit != own:
+            return part
         reason = f"its process {before.process.pid} was gone"
         self.run.add_event("controller restarted", reason)
-        return msgspec.structs.replace(part, n_restarts=before.n_restarts, restarts=before.restarts).restarted(reason)
+        return part.restarted(reason)
 
     def _gateway_part(self, last: State | None) -> Part:
         """The gateway as the controller before this one had it, or one that it started and, killed, did not note."""
@@ -407,16 +409,11 @@ class Controller:
                 print(f"penstock: {path} {name}: {exc.message}", flush=True)
 
     def _remember_restart(self, name: str, restart: Restart, seen: Observation) -> None:
-        reported = [
-            each
-            for row in (seen.view.replicas if seen.view else ())
-            if row.announcement.replica == name
-            for each in row.announcement.restarts
-        ]
+        rows = seen.view.replicas if seen.view else ()
+        reported = [each for row in rows if row.announcement.replica == name for each in row.announcement.restarts]
         earlier = [*self.history.replicas.get(name, ()), *reported, restart]
-        self.history = msgspec.structs.replace(
-            self.history, replicas={**self.history.replicas, name: tuple(earlier[-KEPT_RESTARTS:])}
-        )
+        replicas = {**self.history.replicas, name: tuple(earlier[-KEPT_RESTARTS:])}
+        self.history = msgspec.structs.replace(self.history, replicas=replicas)
         self.run.add_event("replica restarted", restart.reason, replica=name)
 
     # ---- the gateway -------------------------------------------------------------------------------------------------
@@ -447,9 +444,8 @@ class Controller:
         placement = seen.placements.get(Unit("gateway", part.unit))
         reason = (placement.reason if placement is not None else None) or f"gateway {part.unit} is gone"
         self.run.add_event("gateway restarted", reason)
-        self.history = msgspec.structs.replace(
-            self.history, gateway=msgspec.structs.replace(part.restarted(reason), unit=None)
-        )
+        part = msgspec.structs.replace(part.restarted(reason), unit=None)
+        self.history = msgspec.structs.replace(self.history, gateway=part)
 
     def _write(self, state: State) -> None:
         now = self._world.now()

@@ -27,7 +27,7 @@ from penstock.engines import (
     explain,
     how_it_ended,
 )
-from penstock.engines.vllm import load_format, names, serve_flags
+from penstock.engines.vllm import load_format, names, serve_flags, trial
 from penstock.errors import NotModelled, Problem
 from penstock.planner import Plan
 from penstock.planner.architecture import dense
@@ -122,6 +122,9 @@ class Vllm(Engine):
             return ("text",)
         return dense.input_modalities(plan.model.architecture)
 
+    def trial(self, plan: Plan) -> tuple[str, ...]:
+        return trial.words(plan, [*engine_flags(plan), *pass_through(plan.args)])
+
     def why_sleepless(self, plan: Plan) -> str | None:
         if plan.device != "cuda":
             return "vLLM sleeps on GPUs alone"
@@ -176,16 +179,13 @@ class Vllm(Engine):
         return Command(tuple(argv), env | plan.env | place.env, files, defaults, links)
 
     def read(self, line: str, seen: Seen, plan: Plan) -> Seen:
-        shards = names.SHARDS.search(line)
-        if shards:
+        if shards := names.SHARDS.search(line):
             return msgspec.structs.replace(seen, progress=_shard_progress(shards.groups(), plan))
-        streamed = names.STREAMED.search(line)
-        if streamed:
+        if streamed := names.STREAMED.search(line):
             share, *clocks = streamed.groups()
             return msgspec.structs.replace(seen, progress=_load_progress(int(share or 0) / 100, clocks, plan))
         for milestone in names.MILESTONES:  # one line may say two: "... KV cache size ..., Maximum concurrency ..."
-            match = milestone.pattern.search(line)
-            if match:
+            if match := milestone.pattern.search(line):
                 seen = _after(seen, milestone, match.groups())
         return seen
 
