@@ -181,6 +181,7 @@ class State(msgspec.Struct, frozen=True):
     prometheus: Part | None = None
     ui: Part | None = None
     scaling: Scaling | None = None
+    upstreams: tuple[ReplicaStatus, ...] = ()
 
 
 class Run:
@@ -441,7 +442,9 @@ def create(draft: Draft, now: float) -> Run:
         final = parent / name
         if final.exists():
             _keep_store(Run(final), Run(new))
-            _keep_events(Run(final), Run(new))
+            # Who ended the last launch, and why, is asked after the next `up` too.
+            events = kept_lines(Run(final).events_file, _EVENTS_BYTES)
+            older(Run(new).events_file).write_bytes(b"".join(line + b"\n" for line in events))
             old = parent / f".{name}.old.{secrets.token_hex(4)}"
             final.rename(old)
             _keep_folders(Run(old), Run(new))
@@ -461,11 +464,6 @@ def _keep_store(old: Run, new: Run) -> None:
         path = old.store_file.with_name(old.store_file.name + ending)
         if path.is_file():
             shutil.copy2(path, new.store_file.with_name(path.name))
-
-
-def _keep_events(old: Run, new: Run) -> None:
-    """Who ended the last launch, and why, is asked after the next `up` too."""
-    older(new.events_file).write_bytes(b"".join(line + b"\n" for line in kept_lines(old.events_file, _EVENTS_BYTES)))
 
 
 def _keep_folders(old: Run, new: Run) -> None:

@@ -114,11 +114,10 @@ class Forwarding:
                 self._timer = asyncio.get_running_loop().call_later(max(0.0, delay_s), self._be_late)
             if not context.queue.waiting_for(self._model) and not (entry is not None and entry.is_held):
                 self._take_replica()
-            if self._replica is not None and self._replica.address is not None:
-                connection = context.pool.take(self._replica.address)
-                if connection is not None:
-                    self._send(connection)
-                    return
+            address = self._replica.address if self._replica is not None else None
+            if address is not None and (connection := context.pool.take(address)) is not None:
+                self._send(connection)
+                return
             self._task = asyncio.get_running_loop().create_task(self._find())
         except BaseException:
             self._settle("broken")
@@ -158,7 +157,7 @@ class Forwarding:
             if pause_s:
                 await self._context.world.pause(pause_s)
                 self._waited_s += pause_s
-            while True:
+            while not self._has_ended:
                 if self._replica is None and not await self._wait_for_replica(deadline):
                     return
                 connection = await self._connect()
@@ -167,8 +166,6 @@ class Forwarding:
                     if self._is_held_open and self._facts.wants_progress and self._replica is not None:
                         self._send_comment(waiting_streams.write_taken(self._replica.name))
                     self._send(connection)
-                    return
-                if self._has_ended:
                     return
         except Exception:
             log.exception("request %s: a bug in the gateway", self._request_id.decode())
@@ -398,6 +395,8 @@ class Forwarding:
         replica, connection, silent_s = self._replica, self._connection, now - self._last_at
         if connection is None or replica is None:
             return
+        if self._has_first:
+            self._context.hear(replica, self._last_at)
         reason = replica.why_lost(silent_s, now)
         if reason is not None:
             connection.discard()
@@ -440,6 +439,7 @@ class Forwarding:
         series.codes[head.status] += 1
         if head.status < 500:
             replica.health.succeed()
+            self._context.hear(replica, self._context.now())
             if self._failed is not None and self._failed[0] is not replica:
                 self._context.retries.note_answered_elsewhere(*self._failed, self._context.now())
         elif head.status in FAILED_STATUSES and not self._lost:
