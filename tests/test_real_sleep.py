@@ -94,7 +94,7 @@ def test_a_request_that_comes_in_its_sleep_waits_in_the_engine_and_is_answered(r
         time.sleep(1.0)
         assert not asked.done()
         assert running.node.is_busy() is False, "its metrics do not show it: the gateway knows what it has sent"
-        assert running.node.health_problem() is None
+        assert running.node.health_problem(0.0) is None
         running.node.make(VLLM.wake_calls(level))
         assert not running.is_sleeping()
         assert asked.result(60) == expected

@@ -118,7 +118,7 @@ class Sleeper:
                 problem = lost()
                 if problem is None and self._world.now() >= next_health:
                     next_health = self._world.now() + _HEALTH_EVERY_S
-                    why = client.health_problem()
+                    why = client.health_problem(self._world.now())
                     problem = (
                         None if why is None else lost() or Diagnosis(f"its health check failed in its sleep: {why}")
                     )
