@@ -130,8 +130,11 @@ class SimEngineClient:
         self.load = EngineLoad(n_running, 0.0, 0.1, at_s=now)
         return self._stall.observe(n_running > 0, self._engine.n_steps, now)
 
-    def is_busy(self) -> bool | None:
-        return bool(self._engine.running) if self._answers() else None
+    def is_busy(self, now: float) -> bool | None:
+        if not self._answers():
+            return True if self._engine.is_up and now - self.alive_at_s < self._stall_s else None
+        self.alive_at_s = now
+        return bool(self._engine.running)
 
 
 class SimPrerequisites:

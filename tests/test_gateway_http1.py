@@ -118,11 +118,8 @@ def test_response_bodies_are_framed_by_length_chunks_or_the_end(cut: Cut) -> Non
 
 
 def test_written_heads_and_chunks_read_back_the_same() -> None:
-    data = (
-        b"POST /x HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
-        + http1.write_chunk(b"x" * 300)
-        + http1.LAST_CHUNK
-    )
+    head = b"POST /x HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+    data = head + http1.write_chunk(b"x" * 300) + http1.LAST_CHUNK
     request, body, end = read_all(Reader(http1.parse_request), [data])
     assert isinstance(request, RequestHead)
     assert (request.target, body, end) == (b"/x", b"x" * 300, END)

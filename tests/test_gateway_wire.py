@@ -212,9 +212,7 @@ SILENT, OFF = TimeoutError("no answer"), SilentMachineError("no connection")
     ("before", "problem", "silent_s", "state"),
     [
         pytest.param("busy", None, 0, "ready", id="it answers"),
-        pytest.param("ready", ConnectionRefusedError(), 0, "stalled", id="refused: dead at once"),
         pytest.param("busy", UpstreamError("503"), 0, "stalled", id="a proxy's 503: dead at once, whatever it streams"),
-        pytest.param("starting", UpstreamError("503"), 0, "starting", id="it loads"),
         pytest.param("ready", SILENT, 3, "busy", id="silent"),
         pytest.param("busy", SILENT, 119, "busy", id="silent, and not yet for hung_s"),
         pytest.param("busy", SILENT, 120, "stalled", id="hung: its kernel takes connections"),

@@ -32,7 +32,7 @@ ROOMS = {
     "observe/": (1822, 1060),
     "chat/": (1124, 820),
     "chat/page/": (2558, 1330),
-    "node/": (3281, 2440),
+    "node/": (3279, 2440),
     "node/group/": (914, 760),
     "node/checks/": (606, 520),
     "targets/": (1029, 1050),
@@ -61,7 +61,7 @@ ROOMS = {
     "cli/bench/": (1128, 880),
     "testing/": (5152, 1430),
 }
-TESTS = (51688, 32_000)
+TESTS = (51686, 32_000)
 UNUSED = 60  # lines that a room may stay below its ceiling: what is more has been won, and is kept
 
 

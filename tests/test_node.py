@@ -61,13 +61,14 @@ def test_an_engine_whose_address_cannot_be_reached_is_not_blamed_for_it(monkeypa
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts connections and answers none: it hangs
         port = server.getsockname()[1]
         hung = client("127.0.0.1", port)
-        looks: list[bool] = []
+        looks: list[tuple[bool, bool | None]] = []
         for now_s, heard_at_s in ((1.0, 0.0), (60.0, 0.0), (61.0, 2.0), (61.9, 2.0), (62.0, 2.0)):
             hung.alive_at_s = heard_at_s or hung.alive_at_s  # a byte of a stream
-            looks.append(hung.health_problem(now_s) is None and hung.is_silent)
-        assert looks == [True, True, True, True, False] and hung.unreachable is None
+            looks.append((hung.health_problem(now_s) is None and hung.is_silent, hung.is_busy(now_s)))
+        assert looks == [(True, True)] * 4 + [(False, None)], "a drain waits for it as long"
+        assert hung.unreachable is None
     refused = client("127.0.0.1", port)
-    assert refused.health_problem(1.0) is not None and not refused.is_silent and refused.unreachable is None
+    assert refused.health_problem(1.0) is not None and refused.is_busy(1.0) is None and refused.unreachable is None
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,9 @@ class EngineClient:
 
     def stalled_s(self, now_s: float) -> float:
         """How long it has made no step while requests run. Sets `load`."""
-        samples = self._metrics()
-        if samples is None:
+        try:
+            samples = prometheus.parse(self._http.get_text("/metrics"))
+        except PenstockError:
             return 0.0
         names = self._names
         running = samples.get(names.running, 0.0)
@@ -156,14 +157,11 @@ class EngineClient:
         for call in calls:
             client.send("POST", call.path, msgspec.json.encode(call.body) if call.body is not None else None)
 
-    def is_busy(self) -> bool | None:
-        """Whether requests run or wait; None when it does not answer."""
-        samples = self._metrics()
-        names = (self._names.running, self._names.waiting)
-        return None if samples is None else any(samples.get(name) for name in names)
-
-    def _metrics(self) -> dict[str, float] | None:
+    def is_busy(self, now_s: float) -> bool | None:
+        """Whether requests run or wait, or it is silent as in `health_problem`; None when it is gone."""
         try:
-            return prometheus.parse(self._http.get_text("/metrics"))
-        except PenstockError:
-            return None
+            samples = prometheus.parse(self._http.get_text("/metrics"))
+        except PenstockError as exc:
+            return True if isinstance(exc, NoAnswer) and now_s - self.alive_at_s < self._plan.stall_s else None
+        self.alive_at_s = now_s
+        return any(samples.get(name) for name in (self._names.running, self._names.waiting))

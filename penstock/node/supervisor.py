@@ -335,7 +335,7 @@ class NodeSupervisor:
         client = self._running()[1]
         deadline, n_idle = self._world.now() + self._plan.drain_s, 0
         while self.stops < 2 and self._world.now() < deadline and n_idle < 2:
-            if (is_busy := client.is_busy()) is None:  # it died
+            if (is_busy := client.is_busy(self._world.now())) is None:  # it died, or hangs
                 return
             n_idle = 0 if is_busy else n_idle + 1
             self._wake.clear()
