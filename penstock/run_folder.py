@@ -182,6 +182,7 @@ class State(msgspec.Struct, frozen=True):
     prometheus: Part | None = None
     ui: Part | None = None
     scaling: Scaling | None = None
+    upstreams: tuple[ReplicaStatus, ...] = ()
 
 
 class Run:
@@ -440,10 +441,8 @@ class Draft(msgspec.Struct, frozen=True):
 
 
 def create(draft: Draft, now: float, keep: Callable[[Run, Run], None] | None = None) -> Run:
-    """A new folder, whole, in place of the ended one of that name; the caller made sure that it has ended. `keep` may
-    move that one into the new one."""
-    parent = folder()
-    name = draft.deployment.name
+    """A new folder, whole, in place of the ended one of that name, which `keep` may move into it."""
+    parent, name = folder(), draft.deployment.name
     new = Path(tempfile.mkdtemp(dir=parent, prefix=f".{name}.new."))
     try:
         _fill(Run(new), draft, now)

@@ -150,7 +150,7 @@ class Engine:
 
     def __init__(self, process: SimProcess, name: str, port: int, ready_at: float) -> None:
         self.process, self.name, self.port, self.ready_at = process, name, port, ready_at
-        self.is_hung = False
+        self.is_hung = self.is_deaf = False  # it answers nothing; only no /health and no /metrics
         self.is_off = False  # its machine has no power: nothing ends its connections
         self.has_all_parts: Callable[[], bool] = lambda: True
         self.running: dict[Connection, int] = {}
@@ -285,7 +285,7 @@ class Gateway:
             Counters((MODEL,)), world,
         )  # fmt: skip
         self._api = AdminApi(self.context, cast(Any, None), cast(Any, _Reporter()), cast(Any, None), "token")
-        self._probes = LapsedProbes(self.context.replicas, self.context.pool, world)
+        self._probes = LapsedProbes(self.context)
         self._timer: float | None = None
         self.is_serving = False
         self.clients: list[Client] = []

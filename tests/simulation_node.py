@@ -10,7 +10,7 @@ from simulation_world import SimProcess, SimProcesses
 
 from penstock.hardware import Interface, Machine, NodeFacts
 from penstock.node.announcer import AdminClient
-from penstock.node.engine_client import StallWatch
+from penstock.node.engine_client import StandstillWatch
 from penstock.node.group.addresses import Introduction
 from penstock.node.load_choice import Chosen
 from penstock.node.local_processes import NodeArgs
@@ -102,11 +102,12 @@ class SimEngineClient:
         self.url, self._machine = url, life.machine
         self._engine = life.engines[int(url.rpartition(":")[2])]
         self.load: EngineLoad | None = None
-        self._stall, self._n_missed = StallWatch(), 0
+        self._stall, self._stall_s, self.is_silent, self.alive_at_s = StandstillWatch(), life.plan.stall_s, False, 0.0
 
     def _answers(self) -> bool:
-        self._machine.step(5.0 if self._engine.is_hung else 0.001)
-        return self._engine.is_up and not self._engine.is_hung
+        is_silent = self._engine.is_hung or self._engine.is_deaf
+        self._machine.step(5.0 if is_silent else 0.001)
+        return self._engine.is_up and not is_silent
 
     def is_up(self) -> bool:
         return self._answers()
@@ -117,22 +118,23 @@ class SimEngineClient:
     def adapters(self) -> tuple[str, ...]:
         return ()
 
-    def health_problem(self) -> str | None:
-        if self._answers():
-            self._n_missed = 0
-            return None
-        self._n_missed += 1
-        return None if self._engine.is_up and self._n_missed < 3 else "no answer"
+    def health_problem(self, now: float) -> str | None:
+        self.is_silent = not self._answers()
+        self.alive_at_s = now if not self.is_silent else self.alive_at_s or now
+        return None if self._engine.is_up and now - self.alive_at_s < self._stall_s else "no answer"
 
     def stalled_s(self, now: float) -> float:
         if not self._answers():
             return 0.0
         n_running = float(len(self._engine.running))
         self.load = EngineLoad(n_running, 0.0, 0.1, at_s=now)
-        return self._stall.observe(n_running, self._engine.n_steps, now)
+        return self._stall.observe(n_running > 0, self._engine.n_steps, now)
 
-    def is_busy(self) -> bool | None:
-        return bool(self._engine.running) if self._answers() else None
+    def is_busy(self, now: float) -> bool | None:
+        if not self._answers():
+            return True if self._engine.is_up and now - self.alive_at_s < self._stall_s else None
+        self.alive_at_s = now
+        return bool(self._engine.running)
 
 
 class SimPrerequisites:

@@ -221,35 +221,12 @@ def test_people_get_the_blocks_they_know(engine: InThread, home: Path) -> None:
     assert (pace["arrival"], pace["burstiness"]) == ("gamma", 0.2)  # a burstiness alone means gamma
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--requests 1", "cannot choose a rate"),
-        ("--rate 1", "when to end"),
-        ("--duration 1 --rate inf", "cannot choose a rate"),
-        ("--requests 1 --rate 1 --speed 2", "the times of what has none"),
-        ("--requests 1 --rate 1 --trace-unit s", "the times of what has none"),
-        ("--requests 1 --rate 1 --random-range-ratio 0.5 --prompt x", "not random"),
-        ("--requests 1 --rate 1 --percentiles 50,101", "101"),
-        ("--requests 1 --rate 1 --goodput ttft", "cannot use bound"),
-        ("--requests 1 --rate 1 --goodput ttft:1 ttft:2", "cannot use bounds"),
-        ("--requests 1 --rate 1 --goodput p99_ttft:1", "cannot use bounds"),
-        ("--requests 1 --rate 1 --goodput e2el:5 ttft:1 --no-stream", "cannot bound tokens of whole answers"),
-        ('--requests 1 --rate 1 --extra-body {"a":NaN}', "JSON object"),
-        ("--requests 0 --rate 1", "whole number"),
-        ("--requests 1 --rate 1 --out /dev/null/x", "cannot write"),
-        ("--requests 1 --rate 1 --metrics http://u:p@h", "password"),
-        ("--requests 1 --rate 1 --prompt \udcff --warmup 0", "not UTF-8"),
-        ("--requests 1 --concurrency 1 --arrival constant --rate-from 3", "another rate with arrival constant"),
-        ("--requests 1 --concurrency 1 --arrival gamma", "gamma times with --concurrency"),
-        ("--requests 1 --concurrency 1 --prompt x --input-tokens 8", "cannot give a prompt a length"),
-        ("--requests 1 --rate 1 --burstiness 0.2 --arrival poisson", "burstiness"),
-        ("--requests 20 --arrival replay", "replay times"),
-        ("--duration 1 --arrival replay --dataset prompt:a", "replay times"),
-        ("one --requests 1 --rate 1", "a deployment and an address at once"),
-    ],
-)
-def test_what_cannot_be_run_is_refused(words: str, said: str, home: Path) -> None:
+MISTAKES = (Path(__file__).parent / "golden" / "bench_serve_mistakes.txt").read_text("utf-8").strip().split("\n\n")
+
+
+@pytest.mark.parametrize("case", [*MISTAKES, "--requests 1 --rate 1 --prompt \udcff --warmup 0\n=> not UTF-8"])
+def test_what_cannot_be_run_is_refused(case: str, home: Path) -> None:
+    words, said = case.split("\n=> ")
     refused = bench(f"--url http://127.0.0.1:1 --model m --json {words}", code=2)
     assert said in refused.json["error"]["message"]
     assert not [*home.glob("bench/*")]

@@ -85,6 +85,9 @@ def test_restarts_of_an_engine_and_drains_are_noted_once() -> None:
     drains = ("replica draining", "it finishes 2 requests and gets no more")
     assert noticed(restarts=restarts, is_draining=True) == [("engine restarted", "stalled"), drains]
     assert noticed(restarts=restarts, is_draining=True) == []
+    assert [noticed(restarts=restarts, state=word) for word in ("busy", "busy", "ready", "busy")] == [
+        *([("replica busy", "")], [], [], [("replica busy", "")])
+    ]
 
 
 def test_a_controller_that_continues_repeats_nothing() -> None:

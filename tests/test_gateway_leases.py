@@ -44,6 +44,18 @@ async def test_request_survives_the_end_of_its_replicas_lease() -> None:
         assert (await client.response())[1:] == (EVENTS[2], True)
 
 
+async def test_a_node_hears_whether_its_engine_still_answers() -> None:
+    gate = Gate(SSE_HEAD + chunk(EVENTS[0]), chunk(EVENTS[2]) + b"0\r\n\r\n")
+    async with rig_with(gate.reply) as (rig, engine, client):
+        await advance(1.0)
+        client.post(STREAM)
+        assert [(await client.event()).status, await client.event()] == [200, EVENTS[0]]
+        for answer in ({"draining": False, "heard": True}, {"draining": False}):
+            await advance(2.0)
+            assert await rig.announce("0", engine.url, "busy") == (200, answer)
+        gate.opened.set()
+
+
 async def test_stream_of_a_silent_machine_ends_with_its_name() -> None:
     async def reply(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         if seen.head.path == b"/health":
@@ -100,12 +112,12 @@ async def test_drained_replica_finishes_and_gets_nothing_new() -> None:
 
 
 async def held(rig: Rig) -> Client:
-    await rig.announce("0", None, "loading", progress={"stage": "weights", "fraction": 0.45, "eta_s": 12})
+    await rig.announce("0", None, "loading", progress={"stage": "weights", "fraction": 0.45})
     client = (await rig.client()).post(STREAM)
     head = await client.event()
     assert (head.status, head.get(b"content-type")) == (200, b"text/event-stream")
     assert head.get(b"x-penstock-replica") == b"none"
-    assert await client.event() == b": penstock loading 45% 12s\n\n"
+    assert await client.event() == b": penstock loading 45%\n\n"
     return client
 
 
@@ -114,7 +126,7 @@ async def rest(client: Client) -> bytes:
     while (event := await client.event()) is not END:
         assert event is not None
         body += event
-    return body.replace(b": penstock loading 45% 12s\n\n", b"")
+    return body.replace(b": penstock loading 45%\n\n", b"")
 
 
 async def test_held_stream_hears_of_progress_and_then_its_engine_or_its_end() -> None:

@@ -93,6 +93,24 @@ def test_a_sleeping_replica_is_woken_for_requests_and_by_order_one_at_a_time() -
     assert slipped is table.sleeper("demo", 2, 0)
 
 
+def test_a_busy_replica_is_better_than_none_and_alone_has_what_it_stored() -> None:
+    table = table_of("ab")
+    announce(table, 0, state="busy", lease_s=1e6)
+    stored = RoutingHints(replica="a")
+    assert (ready_names(table, 1), begin(table, 3), begin(table, 1, stored)) == ("b", "bbb", "a")
+    assert table.begin("demo", 1, stored, avoid=["a"]) is row(table, "b")
+    for _ in range(3):
+        table.note_failure(row(table, "b"), 1)
+    assert (ready_names(table, 1), table.model_state("demo", 1)) == ("a", "ready"), "and better than an ejected one"
+    table.order("a", "sleep")
+    assert table.order_of("a") == "sleep", "when it is done"
+    busy = row(table)
+    for heard_at, since in ((0.0, 5.0), (4.0, 5.0), (6.0, None)):
+        busy.silent_since, busy.heard_at = None, heard_at
+        busy.note_probe(True, 5.0)
+        assert busy.silent_since == since, "a machine whose streams go on is not off, whatever its backlog"
+
+
 def test_request_in_flight_survives_lease_and_forget() -> None:
     table = table_of("a", lease_s=10)
     replica = table.begin("demo", now=1)

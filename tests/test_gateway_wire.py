@@ -6,23 +6,26 @@ import asyncio
 import errno
 import json
 import resource
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gateway_rig import CHAT, Client, Gate, Rig, echo, rig_with, say, started
+from gateway_rig import CHAT, EVENTS, SSE_HEAD, STREAM, Client, Gate, Rig, Seen, chunk, echo, rig_with, started
 from virtual_loop import advance, loop
 from virtual_network import VirtualSocket
 
 from penstock.errors import UserError
 from penstock.gateway.connections import listener
 from penstock.gateway.connections.client import FREE_BODY_BYTES
+from penstock.gateway.connections.engine import UpstreamError
 from penstock.gateway.connections.listener import open_socket, open_tls
+from penstock.gateway.routing.static_upstreams import SilentMachineError, next_state
 from penstock.processes import raise_file_limit
 from penstock.spec.gateway import Limits, Upstream
 from penstock.text import KIB
+from penstock.wire.announcement import ReplicaState
 
 CHUNKED = b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -202,23 +205,77 @@ async def test_times_that_ran_out_end_a_request() -> None:
         assert (await slow.error())[0] == 408
 
 
-async def test_engines_that_nobody_announces_are_asked_for_their_health() -> None:
-    def health(status: int) -> Callable[..., Awaitable[bool]]:
-        return say(b"HTTP/1.1 %d X\r\nContent-Length: 2\r\n\r\nok" % status)
+SILENT, OFF = TimeoutError("no answer"), SilentMachineError("no connection")
 
-    async def is_said_to_be(state: str) -> None:
-        await rig.until(lambda view: [row["announcement"]["state"] for row in view["replicas"]] == [state])
 
-    async with started(health(503)) as engine, Rig(upstreams=(Upstream(engine.url),)) as rig:
-        await is_said_to_be("starting")
-        client = (await rig.client()).post(CHAT)  # held until the engine is well
-        engine.reply = health(200)
-        assert (await client.response())[0].status == 200
-        for status, state in ((500, "stalled"), (200, "ready")):
-            engine.reply = health(status)
-            await is_said_to_be(state)
-        await engine.stop()
-        await is_said_to_be("stalled")
+@pytest.mark.parametrize(
+    ("before", "problem", "silent_s", "state"),
+    [
+        pytest.param("busy", None, 0, "ready", id="it answers"),
+        pytest.param("busy", UpstreamError("503"), 0, "stalled", id="a proxy's 503: dead at once, whatever it streams"),
+        pytest.param("ready", SILENT, 3, "busy", id="silent"),
+        pytest.param("busy", SILENT, 119, "busy", id="silent, and not yet for hung_s"),
+        pytest.param("busy", SILENT, 120, "stalled", id="hung: its kernel takes connections"),
+        pytest.param("stalled", SILENT, 1, "busy", id="given up, and a byte came"),
+        pytest.param("starting", SILENT, 2, "busy", id="busy with others' requests when the gateway starts"),
+        pytest.param("ready", OFF, 3, "busy", id="a lost packet"),
+        pytest.param("busy", OFF, 6, "stalled", id="a machine that is off, or its network"),
+        pytest.param("busy", OFF, 1, "busy", id="a full backlog, and its streams go on"),
+        pytest.param("starting", OFF, 3, "starting", id="a machine that has not started"),
+    ],
+)
+def test_what_a_probe_says_of_an_upstream(
+    before: ReplicaState, problem: Exception | None, silent_s: float, state: str
+) -> None:
+    assert next_state(before, problem, silent_s, Upstream("http://gpu7:8000")) == state
+
+
+async def test_an_upstream_is_busy_while_it_streams_and_hung_some_time_after_its_last_byte() -> None:
+    async def reply(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        if seen.head.path == b"/health":
+            probes.append(loop().time())
+            await is_idle.wait()
+            writer.write(b"HTTP/1.1 %d X\r\nContent-Length: 0\r\n\r\n" % status)
+            return True
+        is_idle.clear()
+        writer.write(SSE_HEAD)
+        for _ in range(20 if seen.body == STREAM else 0):
+            await advance(7.0)
+            writer.write(chunk(EVENTS[0]))
+        writer.write(chunk(EVENTS[2]) + b"0\r\n\r\n")
+        return True
+
+    async def changes_to(state: str) -> float:
+        """The seconds until all workers say so."""
+        began_at = loop().time()
+        for rig in (own, other):
+            await rig.until(lambda view: [row["announcement"]["state"] for row in view["replicas"]] == [state])
+        return loop().time() - began_at
+
+    probes: list[float] = []
+    is_idle, status = asyncio.Event(), 503
+    is_idle.set()
+    async with started(reply) as engine:
+        upstreams = (Upstream(engine.url, hung_s=30.0),)
+        async with Rig(upstreams=upstreams) as own, Rig(upstreams=upstreams) as other:
+            own.gateway._context.tell_workers = other.gateway._api.apply  # as of one gateway
+            await changes_to("starting")
+            stream = (await own.client()).post(STREAM)  # held until the engine is well
+            status = 200
+            assert await changes_to("busy") < 6.5
+            for rig in (own, other):
+                asked = (await rig.client()).post(CHAT)
+                assert (await asked.response())[1] == EVENTS[2], "it is the only one"
+            n_probes, now = len(probes), loop().time()
+            assert 100 < await changes_to("stalled") < 190
+            assert (await stream.response())[1] == EVENTS[0] * 20 + EVENTS[2]
+            n_requests = sum(seen.head.method == b"POST" for seen in engine.seen)
+            assert n_requests == 3, "none is sent twice"
+            assert len(probes) - n_probes < 2 * (loop().time() - now) / 30 + 2, "they would fill its backlog"
+            is_idle.set()
+            assert await changes_to("ready") < 4.5
+            await engine.stop()
+            assert await changes_to("stalled") < 2.5
 
 
 @pytest.mark.parametrize("pieces", [1, 0])

@@ -17,10 +17,10 @@ LOOSE = {"errors", "text", "paths", "processes", "log_lines", "world", "__init__
 # Room -> (ceiling, budget), in lines of *.py. A file is in the room with the longest name that its path begins with.
 ROOMS = {
     "": (909, 830),  # errors text paths processes log_lines world
-    "run_folder.py": (597, 720),
+    "run_folder.py": (596, 720),
     "spec/": (1349, 1200),
     "hardware/": (719, 670),
-    "wire/": (2202, 1990),
+    "wire/": (2199, 1990),
     "models/": (3903, 2900),
     "planner/": (2229, 1620),
     "planner/architecture/": (1449, 1250),
@@ -28,12 +28,12 @@ ROOMS = {
     "planner/speed/": (1022, 900),
     "engines/": (309, 280),
     "engines/vllm/": (1194, 1150),
-    "engines/vllm/trial.py": (47, 47),  # what `up --replace` asks
+    "engines/vllm/trial.py": (46, 46),  # what `up --replace` asks
     "engines/llamacpp/": (257, 250),
     "observe/": (1822, 1060),
     "chat/": (1124, 820),
-    "chat/page/": (2562, 1330),
-    "node/": (3288, 2440),
+    "chat/page/": (2558, 1330),
+    "node/": (3279, 2440),
     "node/group/": (914, 760),
     "node/checks/": (606, 520),
     "targets/": (1029, 1050),
@@ -43,16 +43,16 @@ ROOMS = {
     "targets/kubernetes/": (6018, 3400),
     "targets/cloudera/": (4177, 2390),
     "targets/vessl/": (2086, 1020),
-    "gateway/": (4003, 2560),
+    "gateway/": (3999, 2560),
     "gateway/accounting/": (2801, 2030),
     "gateway/connections/": (1130, 1050),
     "gateway/live/": (680, 390),
     "gateway/routing/": (1018, 900),
     "gateway/workers/": (765, 670),
-    "deployment/": (3800, 2620),
+    "deployment/": (3799, 2620),
     "deployment/place.py": (88, 88),
     "deployment/replace.py": (157, 157),  # `up --replace`: asks first, and brings back
-    "deployment/controller/": (1867, 1720),
+    "deployment/controller/": (1866, 1720),
     "deployment/doctor/": (1121, 780),
     "deployment/container/": (488, 120),
     "bench/": (1011, 840),
@@ -64,7 +64,7 @@ ROOMS = {
     "cli/bench/": (1128, 880),
     "testing/": (5152, 1430),
 }
-TESTS = (51716, 32_000)
+TESTS = (51686, 32_000)
 UNUSED = 60  # lines that a room may stay below its ceiling: what is more has been won, and is kept
 
 

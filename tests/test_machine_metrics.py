@@ -50,6 +50,7 @@ def test_a_gpu_has_a_series_of_each_family() -> None:
     assert 'penstock_replica_start_seconds{replica="0",stage="weights"} 12.5' in lines
     assert 'penstock_engine_info{replica="0",engine="vllm 0.33.0"} 1' in lines
     assert 'penstock_replica_restarts_total{replica="0"} 2' in lines
+    assert 'penstock_replica_state{replica="0",state="ready"} 1' in lines
     names = {line.split()[2].removeprefix("penstock_") for line in lines if line.startswith("# TYPE")}
     of_cost = {"gpu_seconds_total", "gpu_busy_seconds_total", "gpu_hour_usd"}
     announced_ones = {name for name in METRICS if name.startswith(("gpu_", "node_", "engine_info", "replica_"))}

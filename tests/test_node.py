@@ -16,7 +16,7 @@ from penstock.engines import Metrics
 from penstock.errors import UserError
 from penstock.node import engine_client, leftovers
 from penstock.node.__main__ import rank_of
-from penstock.node.engine_client import EngineClient, IdleWatch, StallWatch
+from penstock.node.engine_client import EngineClient, StandstillWatch
 from penstock.node.sleep import choose_level
 from penstock.processes import Backoff
 
@@ -42,8 +42,8 @@ def test_an_engine_is_stalled_while_requests_run_and_it_makes_no_step(
     looks: list[tuple[float, float, float]], stalled_s: list[float]
 ) -> None:
     """`looks`: requests that run, steps, and the time."""
-    watch = StallWatch()
-    assert [watch.observe(*look) for look in looks] == stalled_s
+    watch = StandstillWatch()
+    assert [watch.observe(running > 0, steps, now_s) for running, steps, now_s in looks] == stalled_s
 
 
 @pytest.mark.loopback
@@ -56,15 +56,19 @@ def test_an_engine_whose_address_cannot_be_reached_is_not_blamed_for_it(monkeypa
         return EngineClient(f"http://{host}:{port}", None, metrics, demo_plan("fake"))
 
     lost = client("255.255.255.255", 9)
-    assert lost.health_problem() is None and not lost.is_up()
+    assert lost.health_problem(0.0) is None and not lost.is_up()
     assert lost.unreachable is not None and "cannot reach its own address 255.255.255.255" in lost.unreachable
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts connections and answers none: it hangs
         port = server.getsockname()[1]
         hung = client("127.0.0.1", port)
-        assert [bool(hung.health_problem()) for _ in range(3)] == [False, False, True]
+        looks: list[tuple[bool, bool | None]] = []
+        for now_s, heard_at_s in ((1.0, 0.0), (60.0, 0.0), (61.0, 2.0), (61.9, 2.0), (62.0, 2.0)):
+            hung.alive_at_s = heard_at_s or hung.alive_at_s  # a byte of a stream
+            looks.append((hung.health_problem(now_s) is None and hung.is_silent, hung.is_busy(now_s)))
+        assert looks == [(True, True)] * 4 + [(False, None)], "a drain waits for it as long"
         assert hung.unreachable is None
     refused = client("127.0.0.1", port)
-    assert refused.health_problem() is not None and refused.unreachable is None
+    assert refused.health_problem(1.0) is not None and refused.is_busy(1.0) is None and refused.unreachable is None
 
 
 @pytest.mark.parametrize(
@@ -87,15 +91,12 @@ def test_level_1_is_taken_where_the_weights_fit_in_memory(
 
 
 def test_idleness_is_that_of_the_looks_and_a_step_between_two_ends_it() -> None:
-    watch = IdleWatch()
+    watch = StandstillWatch()
     looks = [(0, 5.0, 10.0), (0, 5.0, 12.0), (0, 7.0, 14.0), (0, 7.0, 16.0), (1, 7.0, 18.0), (0, 7.0, 20.0)]
-    idle_s = []
-    for look in looks:
-        watch.observe(*look)
-        idle_s.append(watch.idle_s)
-    assert idle_s == [0, 2, 0, 2, 0, 2]
+    idle_s = [watch.observe(n_requests == 0, steps, now_s) for n_requests, steps, now_s in looks]
+    assert idle_s == [0, 2, 0, 2, 0, 2] and watch.stands_s == 2
     watch.forget()
-    assert watch.idle_s == 0
+    assert watch.stands_s == 0
 
 
 def test_the_rank_is_the_number_that_the_host_name_ends_in() -> None:

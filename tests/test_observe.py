@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 
+import msgspec
 import pytest
 from samples import NOW, demo_plan, gpu_plan, run_folder, told, view
 
 from penstock import processes
 from penstock.deployment import observe
+from penstock.deployment.controller.changes import Noted, changes
 from penstock.deployment.observe import History, Observation, summarise
 from penstock.run_folder import Desired, Part, ReplicaStatus, State, replica
 from penstock.targets import Placement
@@ -102,6 +104,21 @@ def test_a_draining_replica_is_shown_with_its_requests_and_replicas_in_the_order
     draining = state.replicas[0]
     assert (draining.state, draining.in_flight, draining.is_draining) == ("draining", 3, True)
     assert state.requests_total == 9
+
+
+def test_upstreams_are_shown_next_to_the_replicas_and_make_no_deployment_ready() -> None:
+    reason = "no answer to GET /health in 2 s"
+    busy = msgspec.structs.replace(READY, state="busy", reason=reason)
+    named = [msgspec.structs.replace(busy, replica=f"upstream-{n}") for n in (2, 1)]
+    rows = [ReplicaView(row, 0.1, row.replica == "upstream-1", False, 7) for row in named]
+    state = summarise(UP, look(view(*rows), r0=PLACED), History(), NOW)
+    assert (state.phase, [replica.replica for replica in state.replicas]) == ("starting", ["0"])
+    assert [(row.replica, row.state, row.in_flight, row.reason) for row in state.upstreams] == [
+        *(("upstream-1", "busy", 7, reason), ("upstream-2", "silent", 7, reason))
+    ]
+    (event,), noted = changes(state, Noted(state.phase))
+    assert (event.kind, event.text, event.replica) == ("replica busy", reason, "upstream-1")
+    assert changes(state, noted)[0] == ()
 
 
 def restarted(n_of_engine: int, engine: list[Restart], by_controller: list[Restart]) -> ReplicaStatus:

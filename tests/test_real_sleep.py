@@ -93,8 +93,8 @@ def test_a_request_that_comes_in_its_sleep_waits_in_the_engine_and_is_answered(r
         asked = pool.submit(answer, running.client)
         time.sleep(1.0)
         assert not asked.done()
-        assert running.node.is_busy() is False, "its metrics do not show it: the gateway knows what it has sent"
-        assert running.node.health_problem() is None
+        assert running.node.is_busy(0.0) is False, "its metrics do not show it: the gateway knows what it has sent"
+        assert running.node.health_problem(0.0) is None
         running.node.make(VLLM.wake_calls(level))
         assert not running.is_sleeping()
         assert asked.result(60) == expected
@@ -104,7 +104,7 @@ def test_a_request_that_comes_in_its_sleep_waits_in_the_engine_and_is_answered(r
 def test_it_falls_asleep_when_what_runs_has_ended(running: Running) -> None:
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(running.client.complete, "the", max_tokens=300, ignore_eos=True)
-        until(lambda: running.node.is_busy() or asked.done(), "it runs")
+        until(lambda: running.node.is_busy(0.0) or asked.done(), "it runs")
         running.node.make(VLLM.sleep_calls(1))
         assert asked.result(60).output_tokens == 300
     running.node.make(VLLM.wake_calls(1))

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from penstock.cli.status_text import progress_text
 from penstock.run_folder import Part, ReplicaStatus, State
-from penstock.wire.announcement import Progress
+from penstock.wire.announcement import ACTIVE, Progress
 
 
 class StartDisplay:
@@ -73,7 +73,7 @@ class StartDisplay:
 
     def _show_bar(self, replica: ReplicaStatus) -> None:
         progress = _progress(replica)
-        done = 1.0 if replica.state == "ready" else progress.fraction or 0.0 if progress else 0.0
+        done = 1.0 if replica.state in ACTIVE else progress.fraction or 0.0 if progress else 0.0
         self._update_bar(f"replica {replica.replica}", replica.state, progress_text(replica), done)
 
     def _update_bar(self, name: str, state: str, words: str, done: float) -> None:

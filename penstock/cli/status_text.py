@@ -20,7 +20,7 @@ from penstock.planner import Device, Plan
 from penstock.run_folder import Part, ReplicaStatus, Run, State
 from penstock.spec.blocks import SHARED
 from penstock.text import printable, show_bytes, show_seconds, show_usd
-from penstock.wire.announcement import Progress, Restart
+from penstock.wire.announcement import ACTIVE, Progress, Restart
 from penstock.wire.scaling import Scaling
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def command_name() -> str:
 def progress_text(replica: ReplicaStatus) -> str:
     """One replica's way to ready in words: "weights, shard 17/30, 2.1 GB/s, about 40.0 s left"."""
     progress = replica.announcement.progress if replica.announcement else None
-    if replica.state in ("ready", "draining"):
+    if replica.state in (*ACTIVE, "draining"):
         return ""
     if replica.state == "queued":
         when = time.strftime("%a %H:%M", time.localtime(replica.starts_at)) if replica.starts_at else ""
@@ -151,7 +151,7 @@ def _memory_text(machine: Machine, device: Device) -> str:
 def list_text(rows: Sequence[tuple[Run, State]]) -> str:
     cells = []
     for run, state in rows:
-        n_ready = sum(replica.state == "ready" for replica in state.replicas)
+        n_ready = sum(replica.state in ACTIVE for replica in state.replicas)
         count = f"{n_ready}/{state.desired_replicas}"
         plan = run.plan()
         url, _, login = live.shown(run)
@@ -185,7 +185,7 @@ def status_text(run: Run, state: State, now: float) -> str:
     rows = [_part_row("controller", state.controller), _part_row("gateway", state.gateway)]
     rows += [] if state.prometheus is None else [_part_row("prometheus", state.prometheus)]
     rows += [] if state.ui is None else [_part_row("ui", state.ui)]
-    rows += [_replica_row(replica) for replica in state.replicas]
+    rows += [_replica_row(replica) for replica in (*state.replicas, *state.upstreams)]
     lines.append(table(rows, ("PART", "STATE", "PID", "RESTARTS", "")))
     for replica in state.replicas:
         lines += _node_lines(replica)
@@ -295,12 +295,12 @@ def _is_in_a_cluster(run: Run) -> bool:
 def _replica_row(replica: ReplicaStatus) -> tuple[str, str, str, str, str]:
     node = replica.announcement
     pid = str(node.processes[0].pid) if node and node.processes else "-"
-    words = [progress_text(replica) if replica.state != "ready" else replica.reason or ""]
+    words = [progress_text(replica) if replica.state not in ACTIVE else replica.reason or ""]
     if replica.state in ("starting", "loading") and node:
         words += [node.loading, node.carried]
     if replica.in_flight:
         words.append(f"{replica.in_flight} in flight")
-    if replica.state == "ready" and node and node.url:
+    if replica.state in ACTIVE and node and node.url:
         words.append(node.url)
     if replica.state == "ready" and node and node.ready_after_s is not None:
         words.append(f"ready in {show_seconds(node.ready_after_s)}")

@@ -14,7 +14,7 @@ import msgspec
 from penstock.cli.status_text import progress_text, progress_words
 from penstock.run_folder import ReplicaStatus, State
 from penstock.text import GIB, printable, show_seconds, show_usd
-from penstock.wire.announcement import Restart
+from penstock.wire.announcement import ACTIVE, Restart
 from penstock.wire.live import Event, Rates, ReplicaLive, Snapshot
 
 Line: TypeAlias = list[tuple[str, str]]
@@ -22,7 +22,7 @@ Line: TypeAlias = list[tuple[str, str]]
 _GAP = 1
 _BAR = 7
 _FACTS_WIDTH = 120  # of lines in a file
-_SERVING = ("ready", "stalled", "draining", "ejected")
+_SERVING = (*ACTIVE, "stalled", "draining", "ejected")
 _LOST = ("failed", "gone", "broken", "silent", "queued")  # what a target or the controller knows better
 _BAD = ("failed", "gone", "broken", "silent", "ejected", "stalled")
 
@@ -54,7 +54,7 @@ def join(
             rows[row.replica] = msgspec.structs.replace(known, n_restarts=row.n_restarts)
     if snapshot is None:
         at, n_desired = (state.observed_at, state.desired_replicas) if state is not None else (0.0, None)
-        n_ready = sum(row.state == "ready" for row in rows.values())
+        n_ready = sum(row.state in ACTIVE for row in rows.values())
         in_flight = sum(row.in_flight for row in rows.values())
         snapshot = Snapshot(name, at, "", Rates(at, in_flight=in_flight, n_ready=n_ready, n_desired=n_desired))
     if snapshot.now.n_desired is None and state is not None:
@@ -281,9 +281,9 @@ def event_line(event: Event, clock: Callable[[float], str], width: int) -> Line:
 
 
 def state_of(row: ReplicaLive) -> str:
-    if row.state != "ready":
+    if row.state not in ACTIVE:
         return row.state
-    return "draining" if row.is_draining else "ejected" if row.is_ejected else "ready"
+    return "draining" if row.is_draining else "ejected" if row.is_ejected else row.state
 
 
 def serves(row: ReplicaLive) -> bool:

@@ -18,7 +18,7 @@ from penstock.planner import Plan
 from penstock.planner.memory.measured import Difference, difference
 from penstock.run_folder import Desired, Part, Phase, ReplicaStatus, Run, State, Unit, order
 from penstock.targets import Placement
-from penstock.wire.announcement import SERVING, Announcement, EngineLoad, GatewayView, ReplicaView, Restart
+from penstock.wire.announcement import ACTIVE, SERVING, UPSTREAM, Announcement, GatewayView, ReplicaView, Restart
 from penstock.wire.client import Client
 from penstock.wire.gateways import ask_each, clients, joined
 from penstock.wire.scaling import Scaling
@@ -156,7 +156,7 @@ def summarise(
         replicas.append(
             ReplicaStatus(
                 replica=name,
-                state="draining" if row and row.is_draining and state == "ready" else state,
+                state="draining" if row and row.is_draining and state in ACTIVE else state,
                 placement=placement.state,
                 announcement=announcement,
                 in_flight=row.in_flight if row else 0,
@@ -186,7 +186,14 @@ def summarise(
         requests_total=seen.view.requests_total if seen.view else 0,
         reason=next((replica.reason for replica in replicas if replica.state == "failed"), None),
         scaling=scaling,
+        upstreams=tuple(_upstream(row) for name, row in sorted(rows.items()) if name.startswith(UPSTREAM)),
     )
+
+
+def _upstream(row: ReplicaView) -> ReplicaStatus:
+    facts = row.announcement
+    state = facts.state if row.is_alive else "silent"
+    return ReplicaStatus(facts.replica, state, "elsewhere", _kept(facts), row.in_flight, reason=facts.reason)
 
 
 _PAGE_STATES: dict[str, Literal["running", "queued", "starting", "gone"]] = {
@@ -208,7 +215,7 @@ def _kept(announcement: Announcement) -> Announcement:
     """Without what changes each second, which would be written each second."""
     load = announcement.load
     if load is not None:
-        load = EngineLoad(load.running, load.waiting, load.kv_use)
+        load = msgspec.structs.replace(load, prompt_tokens=0.0, output_tokens=0.0, cached_tokens=0.0, at_s=0.0)
     return msgspec.structs.replace(announcement, machines=(), load=load)
 
 

@@ -17,10 +17,10 @@ from penstock.planner import launch
 from penstock.run_folder import Order, ReplicaStatus, Run, State
 from penstock.spec.deployment import Deployment
 from penstock.targets import Target
-from penstock.wire.announcement import ASLEEP, SERVING, SLEEPLESS
+from penstock.wire.announcement import ACTIVE, ASLEEP, SERVING, SLEEPLESS
 
 _IN_BETWEEN = ("sleeping", "waking")
-_AWAKE = ("ready", "draining", "failed", "gone")
+_AWAKE = (*ACTIVE, "draining", "failed", "gone")
 
 
 def scale(run: Run, n_replicas: int | None) -> None:

@@ -52,8 +52,10 @@ def solve(
     if sizing.fits and sizing.layout is not None and key is not None:
         expected = measured.expected(measured.planned_key(key, sizing.layout))
         sizing = msgspec.structs.replace(sizing, start=expected)
-    notes = (*request.facts.notes, *damage, *_uncounted(request.more_args))
-    more = tuple(note for note in notes if note not in sizing.warnings)
+    flags = [word for word in request.more_args if word.startswith("--") and bare_flag(word) in names.UNCOUNTED]
+    uncounted = f"the memory of {', '.join(flags)} is not modelled, and not counted" if flags else None
+    notes = (*request.facts.notes, *damage, uncounted)
+    more = tuple(note for note in notes if note is not None and note not in sizing.warnings)
     return msgspec.structs.replace(sizing, warnings=(*more, *sizing.warnings)) if more else sizing
 
 
@@ -213,11 +215,6 @@ def _kept_under(request: SizingRequest, gpu: GpuFacts) -> Key:
         if not is_left_out:
             words.append(word)
     return key_of(msgspec.structs.replace(request, more_args=tuple(words)), gpu)
-
-
-def _uncounted(words: Sequence[str]) -> tuple[str, ...]:
-    flags = [word for word in words if word.startswith("--") and bare_flag(word) in names.UNCOUNTED]
-    return (f"the memory of {', '.join(flags)} is not modelled, and not counted",) if flags else ()
 
 
 # ---- the file for `penstock up` --------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from penstock.gateway.accounting.keys import has_token
 from penstock.gateway.accounting.ledger import Ledger
 from penstock.gateway.board import RankBoard
 from penstock.gateway.connections.client import ClientConnection
-from penstock.gateway.context import WAKE, GatewayContext
+from penstock.gateway.context import HEARD, WAKE, GatewayContext
 from penstock.gateway.live.news import DatedNews, dated
 from penstock.gateway.monitoring import METHODS as MONITORING_METHODS
 from penstock.gateway.monitoring import PATHS as MONITORING_PATHS
@@ -140,6 +140,10 @@ class AdminApi:
             self._replicas.expect(None if ready_in_s is None else dated_news.at + ready_in_s, dated_news.news.failure)
             return {"ok": True}
         name = msgspec.json.decode(body, type=_Named).replica
+        if path == HEARD:
+            if (row := self._replicas.find(name)) is not None:
+                row.heard_at = self._context.now()
+            return {"ok": True}
         log.info("replica %r: %s", name, path.decode().removeprefix("/admin/"))
         if path == b"/admin/drain":
             self._replicas.drain(name)
@@ -159,6 +163,7 @@ class AdminApi:
     def _announce(self, announcement: Announcement) -> AnnounceAnswer:
         before = self._replicas.find(announcement.replica)
         state_before = before.announcement.state if before and not before.is_lapsed else "absent"
+        is_heard = before is not None and before.heard_at > before.announced_at
         is_draining = self._replicas.announce(announcement, self._context.now())
         if announcement.state != state_before:
             log.info("replica %s: %s -> %s", announcement.replica, state_before, announcement.state)
@@ -166,7 +171,7 @@ class AdminApi:
         if announcement.state == "sleeping":
             self._context.wake_sleeper(announcement.model, self._context.now())
         must_leave, order = (ask(announcement.replica) for ask in (self._replicas.must_leave, self._replicas.order_of))
-        return AnnounceAnswer(is_draining, bool(must_leave), order == "sleep", order == "wake")
+        return AnnounceAnswer(is_draining, bool(must_leave), order == "sleep", order == "wake", is_heard)
 
     def _wake(self, name: str) -> None:
         replica = self._replicas.find(name)

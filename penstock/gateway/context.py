@@ -21,6 +21,8 @@ from penstock.world import REAL, World
 # The gateway's own replace the peer's: the body is whole, the engine is another host. Secrets are for one hop.
 OWN_HEADERS: Final = frozenset((b"host", b"content-length", b"expect", b"x-request-id")) | SECRET
 WAKE: Final = b"/admin/wake"
+HEARD: Final = b"/admin/heard"  # between workers alone
+HEARD_S: Final = 1.0
 
 
 class UnderWay(Protocol):
@@ -76,6 +78,13 @@ class GatewayContext:
         """Until when a request waits, or looks again: beyond `hold_s` while the first replica of a successor comes."""
         is_held = self.holds_while_loading and self.replicas.announced(model, now)
         return max(deadline, now + 1.0) if is_held else deadline
+
+    def hear(self, replica: Replica, at: float) -> None:
+        """A byte of an answer came: all workers know that a busy replica lives, whoever of them has its streams."""
+        if at - replica.heard_at >= HEARD_S:
+            replica.heard_at = at
+            if replica.announcement.state == "busy":
+                self.tell_workers(HEARD, msgspec.json.encode({"replica": replica.name}))
 
     def wake_sleeper(self, model: str, now: float) -> None:
         """Orders a sleeping replica to wake where requests need it. Any worker may answer its node, so all know it."""

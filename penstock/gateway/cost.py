@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from penstock.gateway.accounting.usage_store import GpuUse
-from penstock.gateway.metrics import Family, Labels
+from penstock.gateway.metrics import Family
 from penstock.gateway.routing.replicas import Replica
 from penstock.wire.announcement import SERVING, GatewayView
 from penstock.wire.live import Cost, KeyUse
@@ -68,8 +68,8 @@ class GpuTime:
         if not self._n_gpus:
             return []
         families: list[Family] = [
-            ("gpu_seconds_total", {_model(name): round(total.ready, 3) for name, total in self._totals.items()}),
-            ("gpu_busy_seconds_total", {_model(name): round(total.busy, 3) for name, total in self._totals.items()}),
+            ("gpu_seconds_total", {(("model", name),): round(t.ready, 3) for name, t in self._totals.items()}),
+            ("gpu_busy_seconds_total", {(("model", name),): round(t.busy, 3) for name, t in self._totals.items()}),
         ]
         if self.gpu_hour_usd is not None:
             families.append(("gpu_hour_usd", {(): self.gpu_hour_usd}))
@@ -78,10 +78,6 @@ class GpuTime:
 
 def _plus(seconds: GpuSeconds, ready: float, busy: float) -> GpuSeconds:
     return GpuSeconds(seconds.ready + ready, seconds.busy + busy)
-
-
-def _model(name: str) -> Labels:
-    return (("model", name),)
 
 
 class Spending(NamedTuple):
@@ -211,8 +207,6 @@ def gpu_shares(
     }
 
 
-def _idle_share(uses: Iterable[GpuUse]) -> float | None:
-    ready = busy = 0.0
-    for use in uses:
-        ready, busy = ready + use.gpu_s, busy + use.busy_s
+def _idle_share(uses: Collection[GpuUse]) -> float | None:
+    ready, busy = sum(use.gpu_s for use in uses), sum(use.busy_s for use in uses)
     return round(1 - busy / ready, 4) if ready > 0 else None

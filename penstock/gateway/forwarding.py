@@ -157,7 +157,7 @@ class Forwarding:
             if pause_s:
                 await self._context.world.pause(pause_s)
                 self._waited_s += pause_s
-            while True:
+            while not self._has_ended:
                 if self._replica is None and not await self._wait_for_replica(deadline):
                     return
                 connection = await self._connect()
@@ -166,8 +166,6 @@ class Forwarding:
                     if self._is_held_open and self._facts.wants_progress and self._replica is not None:
                         self._send_comment(waiting_streams.write_taken(self._replica.name))
                     self._send(connection)
-                    return
-                if self._has_ended:
                     return
         except Exception:
             log.exception("request %s: a bug in the gateway", self._request_id.decode())
@@ -198,8 +196,7 @@ class Forwarding:
         try:
             while True:
                 now = self._context.now()
-                deadline = context.deadline(self._model, deadline, now)
-                if now >= deadline:
+                if now >= (deadline := context.deadline(self._model, deadline, now)):
                     self._task = None
                     self._refuse_for_now()
                     return False
@@ -398,6 +395,8 @@ class Forwarding:
         replica, connection, silent_s = self._replica, self._connection, now - self._last_at
         if connection is None or replica is None:
             return
+        if self._has_first:
+            self._context.hear(replica, self._last_at)
         reason = replica.why_lost(silent_s, now)
         if reason is not None:
             connection.discard()
@@ -440,6 +439,7 @@ class Forwarding:
         series.codes[head.status] += 1
         if head.status < 500:
             replica.health.succeed()
+            self._context.hear(replica, self._context.now())
             if self._failed is not None and self._failed[0] is not replica:
                 self._context.retries.note_answered_elsewhere(*self._failed, self._context.now())
         elif head.status in FAILED_STATUSES and not self._lost:

@@ -57,6 +57,7 @@ def _of_replica(row: ReplicaView) -> Iterator[Sample]:
     announcement = row.announcement
     replica = ("replica", announcement.replica)
     yield "replica_restarts_total", (replica,), announcement.n_restarts
+    yield "replica_state", (replica, ("state", announcement.state)), 1
     if announcement.engine:
         yield "engine_info", (replica, ("engine", _cut(announcement.engine))), 1
     for stage, seconds in list(announcement.start_s.items())[:MAX_WORDS]:

@@ -34,13 +34,9 @@ def origin_headers(origin: bytes | None, needs_key: bool, allowed: frozenset[byt
         return ()
     if b"*" in allowed or (needs_key and not allowed):
         return ((b"access-control-allow-origin", b"*"), _EXPOSED)
-    if origin in allowed or (not needs_key and _is_of_this_machine(origin)):
+    if origin in allowed or (not needs_key and is_local_host(_host_of_origin(origin))):
         return ((b"access-control-allow-origin", origin), (b"vary", b"origin"), _EXPOSED)
     return ()
-
-
-def _is_of_this_machine(origin: bytes) -> bool:
-    return is_local_host(_host_of_origin(origin))
 
 
 def _host_of_origin(origin: bytes) -> str | None:
@@ -88,7 +84,8 @@ class SiteRule:
         origin = headers.get(b"origin")
         if origin is None and headers.get(b"sec-fetch-site") != b"cross-site":
             return None
-        if origin is None or not (origin in self._allowed or b"*" in self._allowed or _is_of_this_machine(origin)):
+        is_allowed = origin in self._allowed or b"*" in self._allowed
+        if origin is None or not (is_allowed or is_local_host(_host_of_origin(origin))):
             return f"without keys a page of {(origin or b'another site').decode('latin-1')} may not use the engines"
         return None
 

@@ -40,8 +40,6 @@ _POST_PATHS: Final = frozenset(
     (b"/tokenize", b"/detokenize", b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/embeddings")
     + (b"/v1/rerank", b"/v1/score", b"/v1/audio/transcriptions", b"/v1/audio/translations", b"/v1/audio/speech")
 )
-
-
 _SHOWN: Final = 200  # characters of an unknown name: it may be as long as a body
 _SITE_AND_VIA: Final = SITE_HEADERS | {b"via"}
 _LANDING: Final = b"""<!doctype html>
@@ -220,12 +218,10 @@ class Public:
 
     def _answer_model(self, holder: KeyHolder | None, name: str) -> Answer:
         known = self._replicas.resolve(name)
-        for model in self._replicas.models:
-            if model.name == known:
-                if not self._may_use(holder, model):
-                    return _forbidden_model(name)
-                return json_answer(self._row(model))
-        return _unknown_model(name)
+        model = next((model for model in self._replicas.models if model.name == known), None)
+        if model is None:
+            return _unknown_model(name)
+        return json_answer(self._row(model)) if self._may_use(holder, model) else _forbidden_model(name)
 
     def _row(self, model: ServedModel) -> ModelRow:
         now, name, table = self._context.now(), model.name, self._replicas

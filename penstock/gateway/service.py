@@ -21,7 +21,6 @@ from pathlib import Path
 
 from penstock.gateway import compiled
 from penstock.gateway.accounting.entry import Accounting
-from penstock.gateway.accounting.running_totals import Totals
 from penstock.gateway.admin import AdminApi
 from penstock.gateway.config import GatewayConfig, parse_address, upstream_keys
 from penstock.gateway.connections.engine import Pool
@@ -114,7 +113,10 @@ class Gateway:
             raise
         self._config = config
         self._slot = slot
-        replicas = _replica_table(config, self.accounting.running_totals)
+        most, totals = config.max_in_flight, None if config.store is None else self.accounting.running_totals
+        if most is not None and totals is None:  # nothing adds up what other workers have
+            most = math.ceil(most / config.workers)
+        replicas = ReplicaTable(config.models, config.policy, most, totals)
         counters = Counters((model.name for model in config.models), config.slo.ttft_ms, config.slo.tpot_ms)
         keys = upstream_keys(config)
         # The same in all workers, and in no other gateway.
@@ -124,8 +126,8 @@ class Gateway:
         self._context = GatewayContext(config, replicas, WaitingQueue(config.queue), pool, counters, world)
         if config.traces is not None:
             self._context.trace(Tracer(config.traces.sample, os.urandom))
-        self._static_upstreams = StaticUpstreams(config.upstreams, replicas, self._context.queue, pool, world)
-        self._lapsed_probes = LapsedProbes(replicas, pool, world)
+        self._static_upstreams = StaticUpstreams(config.upstreams, self._context)
+        self._lapsed_probes = LapsedProbes(self._context)
         store = self.accounting.ledger.store if self.accounting.ledger is not None else None
         if store is not None and (slot is None or slot.index == 0):
             store.keep_days = config.ledger_days
@@ -227,11 +229,3 @@ def bound_log() -> None:
         with contextlib.suppress(OSError):  # a full disk: it is cut off all the same, since that is what fills it
             shutil.copyfile(f"/proc/self/fd/{_STDERR}", f"{Path(f'/proc/self/fd/{_STDERR}').readlink()}.1")
         os.ftruncate(_STDERR, 0)
-
-
-def _replica_table(config: GatewayConfig, totals: Totals) -> ReplicaTable:
-    """`max_in_flight` holds over all gateways on the store; without a store each worker has its share of it."""
-    most = config.max_in_flight
-    if most is None or config.store is not None:
-        return ReplicaTable(config.models, config.policy, most, totals)
-    return ReplicaTable(config.models, config.policy, math.ceil(most / config.workers))

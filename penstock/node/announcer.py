@@ -133,6 +133,6 @@ class Announcer:
 
 
 def _joined(answers: Sequence[dict[str, Any]]) -> AnnounceAnswer:
-    """The first gateway's answer, with the wake that any of them orders: requests wait in each."""
-    first, *others = (msgspec.convert(answer, AnnounceAnswer) for answer in answers)
-    return msgspec.structs.replace(first, wake=first.wake or any(answer.wake for answer in others))
+    """The first gateway's answer, with the wake that any of them orders, and what any of them heard."""
+    rows = [msgspec.convert(answer, AnnounceAnswer) for answer in answers]
+    return msgspec.structs.replace(rows[0], wake=any(row.wake for row in rows), heard=any(row.heard for row in rows))

@@ -12,6 +12,7 @@ import msgspec
 from penstock.engines import Call, Metrics
 from penstock.errors import PenstockError
 from penstock.planner import Plan
+from penstock.text import show_seconds
 from penstock.wire import prometheus
 from penstock.wire.announcement import EngineLoad
 from penstock.wire.answers import HttpError, NoAnswer
@@ -21,59 +22,46 @@ _TIMEOUT_S = 5.0
 _PROBE_TIMEOUT_S = 120.0
 _SLEEP_TIMEOUT_S = 900.0  # hundreds of GiB to or from the memory of a machine, or from a disk
 _NO_SUCH_ROUTE = (404, 405, 501)  # an embedding or reranking model has no /v1/completions
-_MISSED_MAX = 3  # timeouts in a row; an error answer or a refused connection counts at once
 _ADAPTERS_MAX = 1024
 
 
-class StallWatch:
-    """How long requests have run without a step of the engine. Pure: the clock is passed in."""
+class StandstillWatch:
+    """How long the engine's counters of work have stood still. Pure: the clock is passed in."""
 
     def __init__(self) -> None:
-        self._iterations = -1.0
-        self._since_s: float | None = None
-
-    def observe(self, running: float, iterations: float, now_s: float) -> float:
-        """Seconds since the last step, 0 while nothing runs. `now_s` is monotonic."""
-        if running <= 0 or iterations != self._iterations:
-            self._iterations, self._since_s = iterations, now_s
-            return 0.0
-        assert self._since_s is not None
-        return now_s - self._since_s
-
-
-class IdleWatch:
-    """How long an engine has had nothing to do, as of the last look. Pure: the clock is passed in."""
-
-    def __init__(self) -> None:
-        self.idle_s = 0.0
+        self.stands_s = 0.0
         self._iterations: float | None = None
         self._since_s: float | None = None
 
-    def observe(self, n_requests: float, iterations: float, now_s: float) -> None:
-        """`n_requests` run or wait. `now_s` is monotonic."""
-        if n_requests > 0 or iterations != self._iterations or self._since_s is None:
+    def observe(self, counts: bool, iterations: float, now_s: float) -> float:
+        """Seconds since the last step, or since the time began to count. `now_s` is monotonic."""
+        if not counts or iterations != self._iterations or self._since_s is None:
             self._iterations, self._since_s = iterations, now_s
-        self.idle_s = now_s - self._since_s
+        self.stands_s = now_s - self._since_s
+        return self.stands_s
 
     def forget(self) -> None:
-        self._since_s, self.idle_s = None, 0.0
+        self._since_s, self.stands_s = None, 0.0
 
 
 class EngineClient:
     """One engine from its start to its end. All calls block; none raises but `make`.
 
     `unreachable`: why its address does not lead to it, after a failed health check. A restart would not help.
+    `is_silent`: it takes connections, and did not answer the last check. `alive_at_s`: its last answer, or byte of a
+    stream, in monotonic seconds.
     """
 
     def __init__(self, url: str, key: str | None, metrics: Metrics, plan: Plan) -> None:
         self.url = url
         self.load: EngineLoad | None = None
         self.unreachable: str | None = None
+        self.is_silent, self.alive_at_s = False, 0.0
         self._names, self._plan = metrics, plan
         self._http = Client(url, key, timeout_s=_TIMEOUT_S)
         self._slow_http = Client(url, key, timeout_s=_PROBE_TIMEOUT_S)
         self._key = key
-        self._stall, self._idle, self._missed = StallWatch(), IdleWatch(), 0
+        self._stall, self._idle = StandstillWatch(), StandstillWatch()
 
     def is_up(self) -> bool:
         try:
@@ -84,17 +72,19 @@ class EngineClient:
         self.unreachable = None
         return True
 
-    def health_problem(self) -> str | None:
-        """Why its health check failed, or None; a few timeouts in a row count as late answers."""
+    def health_problem(self, now_s: float) -> str | None:
+        """Why its health check failed, or None. A silent one is busy, until it has shown no life for `stall_s`."""
         try:
             self._http.get_text("/health")
         except PenstockError as exc:
-            self._missed += 1
-            if isinstance(exc, NoAnswer) and self._missed < _MISSED_MAX:
+            self.is_silent, self.alive_at_s = isinstance(exc, NoAnswer), self.alive_at_s or now_s
+            silent_s = now_s - self.alive_at_s
+            if self.is_silent and silent_s < self._plan.stall_s:
                 return None
+            why = f"no answer and no byte of a stream for {show_seconds(silent_s)}" if self.is_silent else exc.message
             self.unreachable = self._why_unreachable()
-            return exc.message if self.unreachable is None else None
-        self._missed, self.unreachable = 0, None
+            return why if self.unreachable is None else None
+        self.is_silent, self.alive_at_s, self.unreachable = False, now_s, None
         return None
 
     def _why_unreachable(self) -> str | None:
@@ -132,8 +122,9 @@ class EngineClient:
 
     def stalled_s(self, now_s: float) -> float:
         """How long it has made no step while requests run. Sets `load`."""
-        samples = self._metrics()
-        if samples is None:
+        try:
+            samples = prometheus.parse(self._http.get_text("/metrics"))
+        except PenstockError:
             return 0.0
         names = self._names
         running = samples.get(names.running, 0.0)
@@ -149,13 +140,13 @@ class EngineClient:
             at_s=round(now_s, 3),
         )
         iterations = sum(samples.get(name, 0.0) for name in names.iterations)
-        self._idle.observe(running + self.load.waiting, iterations, now_s)
-        return self._stall.observe(running, iterations, now_s)
+        self._idle.observe(running + self.load.waiting <= 0, iterations, now_s)
+        return self._stall.observe(running > 0, iterations, now_s)
 
     @property
     def idle_s(self) -> float:
         """For how long it had had no request when `stalled_s` looked."""
-        return self._idle.idle_s
+        return self._idle.stands_s
 
     def forget_idleness(self) -> None:
         self._idle.forget()
@@ -166,14 +157,11 @@ class EngineClient:
         for call in calls:
             client.send("POST", call.path, msgspec.json.encode(call.body) if call.body is not None else None)
 
-    def is_busy(self) -> bool | None:
-        """Whether requests run or wait; None when it does not answer."""
-        samples = self._metrics()
-        names = (self._names.running, self._names.waiting)
-        return None if samples is None else any(samples.get(name) for name in names)
-
-    def _metrics(self) -> dict[str, float] | None:
+    def is_busy(self, now_s: float) -> bool | None:
+        """Whether requests run or wait, or it is silent as in `health_problem`; None when it is gone."""
         try:
-            return prometheus.parse(self._http.get_text("/metrics"))
-        except PenstockError:
-            return None
+            samples = prometheus.parse(self._http.get_text("/metrics"))
+        except PenstockError as exc:
+            return True if isinstance(exc, NoAnswer) and now_s - self.alive_at_s < self._plan.stall_s else None
+        self.alive_at_s = now_s
+        return any(samples.get(name) for name in (self._names.running, self._names.waiting))

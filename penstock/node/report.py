@@ -14,6 +14,7 @@ from penstock.node.load_choice import Chosen
 from penstock.node.ready_file import ReadyFile
 from penstock.run_folder import Launch
 from penstock.wire.announcement import (
+    ACTIVE,
     SERVING,
     Announcement,
     EngineLoad,
@@ -151,7 +152,7 @@ class ReplicaReport:
                 url=self.url,
                 host=socket.gethostname(),
                 progress=self.seen.progress,
-                reason=self.reason,
+                reason="no answer to /health" if state == "busy" else self.reason,
                 hint=self.hint,
                 n_restarts=self.n_restarts,
                 restarts=tuple(self._restarts),
@@ -162,7 +163,7 @@ class ReplicaReport:
                 ready_after_s=self.ready_after_s,
                 engine=f"{self._plan.engine} {self._plan.engine_version}",
                 measured=self.seen.measured | expected,
-                load=self.load if state == "ready" else None,
+                load=self.load if state in ACTIVE else None,
                 adapters=self.adapters,
                 nodes=self.nodes,
                 start_s=self.start_s,

@@ -76,7 +76,7 @@ class Sleeper:
                 self._report.reason = f"{SLEEPLESS}: {self._failure}"
             return False
         is_due = self._is_ordered or (sleep.after_s is not None and client.idle_s >= sleep.after_s)
-        return is_due and client.is_busy() is False
+        return is_due and client.is_busy(self._world.now()) is False
 
     def run(self, client: EngineClient, lost: Callable[[], Diagnosis | None]) -> Diagnosis | None:
         """Falls asleep, sleeps and wakes. Returns when the engine is ready again or the node is stopped (None), or when
@@ -89,7 +89,7 @@ class Sleeper:
         self._announce("sleeping", Progress("falling asleep"))
         self._announcer.wait_posted(_POSTED_S)
         # From here on gateways hold new requests. One that does not answer may still send.
-        if self._wake.is_set() or not self._announcer.is_posted() or client.is_busy() is not False:
+        if self._wake.is_set() or not self._announcer.is_posted() or client.is_busy(self._world.now()) is not False:
             self._not_before = self._world.now() + _AGAIN_S
             self._serve(client)
             return None
@@ -118,7 +118,7 @@ class Sleeper:
                 problem = lost()
                 if problem is None and self._world.now() >= next_health:
                     next_health = self._world.now() + _HEALTH_EVERY_S
-                    why = client.health_problem()
+                    why = client.health_problem(self._world.now())
                     problem = (
                         None if why is None else lost() or Diagnosis(f"its health check failed in its sleep: {why}")
                     )

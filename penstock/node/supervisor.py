@@ -86,6 +86,8 @@ class NodeSupervisor:
     def _obey(self, answer: AnnounceAnswer) -> None:
         if answer.leave:
             self.leave()
+        if answer.heard and self._client is not None:
+            self._client.alive_at_s = self._world.now()
         self._sleeper.obey(answer)
 
     def _machines(self) -> tuple[MachineReading, ...]:
@@ -276,7 +278,7 @@ class NodeSupervisor:
                 continue
             if now >= next_health:
                 next_health = now + _HEALTH_EVERY_S
-                problem = client.health_problem()
+                problem = client.health_problem(now)
                 if problem is not None and process.exit_code() is None:  # its death says more
                     return self._lost_process(process) or Diagnosis(f"its health check failed: {problem}")
                 self._report_address(client)
@@ -288,7 +290,7 @@ class NodeSupervisor:
                 if stalled_s >= self._plan.stall_s and client.load is not None:
                     running, waited = client.load.running, show_seconds(stalled_s)
                     return Diagnosis(f"stalled: {running:.0f} request(s) running and no step for {waited}")
-            self._announce("ready")
+            self._announce("busy" if client.is_silent else "ready")
             self._pause(_TICK_S)
         return None
 
@@ -333,7 +335,7 @@ class NodeSupervisor:
         client = self._running()[1]
         deadline, n_idle = self._world.now() + self._plan.drain_s, 0
         while self.stops < 2 and self._world.now() < deadline and n_idle < 2:
-            if (is_busy := client.is_busy()) is None:  # it died
+            if (is_busy := client.is_busy(self._world.now())) is None:  # it died, or hangs
                 return
             n_idle = 0 if is_busy else n_idle + 1
             self._wake.clear()

@@ -15,8 +15,6 @@ TARGETS = ("local", "ssh", "ray", "slurm", "kubernetes", "cloudera", "vessl")
 DEMO_MODEL = "penstock-demo"
 
 Scalar = str | int | float | bool | None
-TargetName = Literal["local", "ssh", "ray", "slurm", "kubernetes", "cloudera", "vessl"]
-EngineKind = Literal["auto", "vllm", "llamacpp", "fake"]
 
 
 class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,7 +85,7 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load formats (`safetensors` is the plain one); auto measures the disk of each node and chooses.
     """
 
-    kind: EngineKind = "auto"
+    kind: Literal["auto", "vllm", "llamacpp", "fake"] = "auto"
     load: str = "auto"
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.92
@@ -192,10 +190,10 @@ class GatewaySpec(GatewaySettings, frozen=True, forbid_unknown_fields=True):
     that node's address, and `port` any free one if taken. `price` is what the ledger and budgets count. `store` (a
     file, or a postgresql:// URL for several gateways) holds keys and usage; its default is a file in the run's folder.
     After `ledger_days` a request's row becomes part of its day's sums; `null` keeps it for ever. Keys that could not be
-    read for `keys_stale_s` are refused.
-    `hold_s`: how long a request waits for a replica; `drain_s`: how long requests may finish when the gateway stops.
-    `workers`: processes on the one port. `policy`: which replica gets a request. `max_in_flight`: requests on one
-    replica at a time; further ones wait in the gateway, where the queue is fair between keys; absent, engines queue.
+    read for `keys_stale_s` are refused. `hold_s`: how long a request waits for a replica; `drain_s`: how long requests
+    may finish when the gateway stops. `workers`: processes on the one port. `policy`: which replica gets a request.
+    `max_in_flight`: requests on one replica at a time; further ones wait in the gateway, where the queue is fair
+    between keys; absent, engines queue.
     `tls_cert` (a certificate chain) and `tls_key` are PEM files: clients then speak TLS. `allowed_origins`: web pages
     that may read answers, `"*"` for all; empty means every page with `auth: keys`, else pages of this machine.
     `path_prefix`: every route is also served below it, for a proxy that passes one path on. `engine_routes`: routes
@@ -292,7 +290,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     model: str
     name: str = ""
-    target: TargetName = "local"
+    target: Literal["local", "ssh", "ray", "slurm", "kubernetes", "cloudera", "vessl"] = "local"
     hardware: Hardware = Hardware()
     parallel: Literal["auto"] | Parallel = "auto"
     engine: EngineSpec = EngineSpec()

@@ -16,7 +16,6 @@ from penstock.text import GIB, KIB, MIB
 
 PolicyName = Literal["least-load", "prefix", "sticky", "round-robin"]
 
-MAX_WORKERS = 64
 STDERR = "stderr"  # as the place of the access log
 
 # RFC 6454: a scheme and a host, perhaps a port. https://www.rfc-editor.org/rfc/rfc6454#section-6.2
@@ -74,13 +73,16 @@ class Upstream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A running engine that penstock did not start: `url` is http://HOST:PORT or unix:/path.
 
     `model` may be absent where one model is served. The engine's key comes from `key_file` (mode 600) or from the
-    environment variable `key_env` of the gateway.
+    environment variable `key_env` of the gateway. Silent for `health_s` at `GET /health`, it is busy: it gets requests
+    where no other is ready. After `hung_s` without that answer or a byte of a stream it has hung, and gets none.
     """
 
     url: str
     model: str | None = None
     key_file: str | None = None
     key_env: str | None = None
+    health_s: float = 2.0
+    hung_s: float = 120.0
 
 
 class Traces(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -114,8 +116,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 def setting_problems(settings: GatewaySettings, needs_key: bool) -> Iterator[Problem]:
     """Problems that types do not catch, with paths inside the block."""
-    if not 1 <= settings.workers <= MAX_WORKERS:
-        yield Problem("workers", f"{settings.workers} is not from 1 to {MAX_WORKERS}")
+    yield from out_of_bounds("workers", settings.workers, 1, 64)
     if settings.max_in_flight is not None and settings.max_in_flight < 1:
         yield Problem("max_in_flight", "must be at least 1, or absent")
     if (settings.tls_cert is None) != (settings.tls_key is None):
@@ -130,8 +131,7 @@ def setting_problems(settings: GatewaySettings, needs_key: bool) -> Iterator[Pro
         for field, value in msgspec.structs.asdict(getattr(settings, block)).items():
             if value is not None and not 0 < value < math.inf:
                 yield Problem(f"{block}.{field}", f"{value} is not above 0")
-    if settings.queue.key_share > 1:
-        yield Problem("queue.key_share", f"{settings.queue.key_share:g} is above 1", "1 means the whole queue")
+    yield from out_of_bounds("queue.key_share", settings.queue.key_share, 0, 1)
     if settings.access_log is not None and not settings.access_log.strip():
         yield Problem("access_log", "is empty", f"a file, or {STDERR}")
     traces = settings.traces
@@ -139,8 +139,7 @@ def setting_problems(settings: GatewaySettings, needs_key: bool) -> Iterator[Pro
     if traces is not None and (endpoint is None or not 0 < int(endpoint[2] or 4318) <= 65535):
         hint = "the address of OTLP over HTTP, without /v1/traces: http://127.0.0.1:4318"
         yield Problem("traces.endpoint", f'"{traces.endpoint}" is not http://HOST:PORT', hint)
-    if traces is not None and not 0 <= traces.sample <= 1:
-        yield Problem("traces.sample", f"{traces.sample:g} is not from 0 to 1")
+    yield from out_of_bounds("traces.sample", traces.sample if traces else None, 0, 1)
     for index, origin in enumerate(settings.allowed_origins):
         if origin == "*" and not needs_key:
             hint = "name the origins, or set auth: keys"
@@ -148,11 +147,18 @@ def setting_problems(settings: GatewaySettings, needs_key: bool) -> Iterator[Pro
         elif origin != "*" and not _ORIGIN.match(origin):
             yield Problem(f"allowed_origins[{index}]", f'"{origin}" is not an origin', "example: https://chat.example")
     for index, upstream in enumerate(settings.upstreams):
+        if not 0 < upstream.health_s < upstream.hung_s < math.inf:
+            yield Problem(f"upstreams[{index}]", "needs 0 < health_s < hung_s")
         if upstream.key_file is not None and upstream.key_env is not None:
             yield Problem(f"upstreams[{index}]", "has key_file and key_env", "keep one of them")
         if upstream.key_env is not None and not _VARIABLE.match(upstream.key_env):
             hint = "it names a variable; the key itself does not belong into the file"
             yield Problem(f"upstreams[{index}].key_env", "is not the name of an environment variable", hint)
+
+
+def out_of_bounds(path: str, value: float | None, least: float, most: float) -> Iterator[Problem]:
+    if value is not None and not least <= value <= most:
+        yield Problem(path, f"{value:g} is not from {least:g} to {most:g}")
 
 
 LOOPBACK = ("127.0.0.0/8", "::1")

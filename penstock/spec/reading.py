@@ -366,11 +366,9 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
         yield Problem("engine.gpu_memory_utilization", f"{deployment.engine.gpu_memory_utilization} is not in (0, 1]")
     if deployment.hardware.price_file is not None and deployment.hardware.price_per_gpu_hour is not None:
         yield Problem("hardware.price_file", "is given next to hardware.price_per_gpu_hour", "keep one of them")
-    proxies = deployment.chat_page.trusted_proxies if deployment.chat_page is not None else ()
-    networks = [
-        ("hardware.network", deployment.hardware.subnet or "::"),
-        *(("ui.trusted_proxies", each) for each in proxies),
-    ]
+    networks = [("hardware.network", deployment.hardware.subnet or "::")]
+    if deployment.chat_page is not None:
+        networks += [("ui.trusted_proxies", each) for each in deployment.chat_page.trusted_proxies]
     for path, text in networks:
         try:
             ipaddress.ip_network(text, strict=False)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from penstock.errors import Problem
 from penstock.spec.deployment import Replicas, ScalingRules, ScheduledMin
+from penstock.spec.gateway import out_of_bounds
 
 _HOURS = re.compile(r"([01]?\d|2[0-4]):([0-5]\d)-([01]?\d|2[0-4]):([0-5]\d)\Z")
 _DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
@@ -38,15 +39,12 @@ def replicas_rules(replicas: Replicas) -> Iterator[Problem]:
         yield Problem(path, "a HorizontalPodAutoscaler does not go to 0", "set replicas.min: 1, or actuator: keda")
 
 
-def _change_rules(path: str, rules: ScalingRules) -> Iterator[Problem]:
-    window = rules.stabilization_window_seconds
-    if window is not None and not 0 <= window <= 3600:  # HPA's bounds
-        yield Problem(f"{path}.stabilization_window_seconds", f"{window} is not from 0 to 3600")
+def _change_rules(path: str, rules: ScalingRules) -> Iterator[Problem]:  # HPA's bounds
+    yield from out_of_bounds(f"{path}.stabilization_window_seconds", rules.stabilization_window_seconds, 0, 3600)
     for index, policy in enumerate(rules.policies):
         if policy.value < 1:
             yield Problem(f"{path}.policies[{index}].value", f"{policy.value} is below 1")
-        if not 1 <= policy.period_seconds <= 1800:
-            yield Problem(f"{path}.policies[{index}].period_seconds", f"{policy.period_seconds} is not from 1 to 1800")
+        yield from out_of_bounds(f"{path}.policies[{index}].period_seconds", policy.period_seconds, 1, 1800)
 
 
 def _schedule_rules(path: str, floor: ScheduledMin, most: int) -> Iterator[Problem]:

@@ -16,6 +16,7 @@ ReplicaState = Literal[
     "loading",
     "warming",
     "ready",
+    "busy",
     "sleeping",
     "waking",
     "stalled",
@@ -23,8 +24,11 @@ ReplicaState = Literal[
     "stopping",
     "failed",
 ]
+# What gets requests: a busy one, whose /health is silent while it works, only where no other is ready.
+ACTIVE = ("ready", "busy")
 # What serves: a sleeping replica takes requests too, it only lets the first one wait.
-SERVING = ("ready", "sleeping", "waking")
+SERVING = (*ACTIVE, "sleeping", "waking")
+UPSTREAM = "upstream-"  # how the names of engines begin that penstock did not start
 ASLEEP = "asleep"  # how the stage of a replica begins that has fallen asleep
 SLEEPLESS = "does not sleep"  # how the reason of a ready replica begins that should sleep and cannot
 
@@ -224,12 +228,14 @@ class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class AnnounceAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """The answer of POST /admin/announce. `leave` orders the node to drain and exit, as SIGTERM does; `sleep` to put
-    its engine to sleep when no request runs, `wake` to wake it at once."""
+    its engine to sleep when no request runs, `wake` to wake it at once. `heard`: bytes of its answers came since the
+    last one, so it works, however silent its /health is."""
 
     draining: bool
     leave: bool = False
     sleep: bool = False
     wake: bool = False
+    heard: bool = False
 
 
 class ReplicaView(msgspec.Struct, frozen=True):

@@ -35,8 +35,6 @@ from penstock.wire.waiting import PROGRESS_HEADER, Waiting
 _PEM_END = "-----END CERTIFICATE-----"
 _PIECE_BYTES = 65536
 Message = Mapping[str, object]  # {"role": "user", "content": "..."}, as OpenAI's API takes it
-
-
 Stream = Generator[Chunk | Reply, None, None]  # chunks, then one reply
 
 
@@ -95,14 +93,14 @@ class Client:
             raise UserError(
                 "cannot use the API key: it holds characters that no header may", hint="Check OPENAI_API_KEY."
             )
-        self.base_url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{_root(parts.path)}"
+        self._root = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+        self.base_url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._root}"
         self.api_key = api_key
         self.timeout_s = timeout_s
         self._clock = clock
         self._host, self._port = parts.hostname, port
         self._is_tls = parts.scheme == "https"
         self._is_insecure, self._pinned, self._ca_file = is_insecure, pinned, ca_file
-        self._root = _root(parts.path)
 
     def models(self) -> tuple[ModelCard, ...]:
         return read_models(self.get_json("/v1/models"), self.base_url)
@@ -264,7 +262,3 @@ class Client:
 
 def _encode(fields: Mapping[str, object]) -> bytes:
     return msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
-
-
-def _root(path: str) -> str:
-    return path.rstrip("/").removesuffix("/v1").rstrip("/")

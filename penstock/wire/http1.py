@@ -295,10 +295,6 @@ class BodyReader:
     def is_between_chunks(self) -> bool:
         return self._is_chunked and self._next == "size" and not self.is_complete
 
-    @property
-    def ends_with_connection(self) -> bool:
-        return self._n_left is None and not self._is_chunked
-
     def take(self, data: bytes, at: int) -> tuple[bytes, int]:
         if self._is_chunked:
             return self._take_chunks(data, at)
@@ -445,7 +441,7 @@ class Reader(Generic[HeadT]):
     @property
     def may_end_here(self) -> bool:
         """Whether closing the connection now would end the message properly."""
-        return self._body is not None and self._body.ends_with_connection
+        return self._body is not None and self._body._n_left is None and not self._body._is_chunked
 
     def feed(self, data: bytes) -> None:
         self._data = data if self._at == len(self._data) else self._data[self._at :] + data
@@ -532,31 +528,16 @@ def write_response_head(status: int, headers: Iterable[tuple[bytes, bytes]]) -> 
     return STATUS_LINE[status] + b"".join([b"%s: %s\r\n" % header for header in headers]) + b"\r\n"
 
 
-def write_request_head(method: bytes, target: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    lines = b"".join([b"%s: %s\r\n" % header for header in headers])
-    return b"%s %s HTTP/1.1\r\n%s\r\n" % (method, target, lines)
-
-
 def write_chunk(data: bytes) -> bytes:
     """`data` as one chunk. Must not be empty: an empty chunk ends a body."""
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
-def _connection_options(headers: Headers) -> set[bytes]:
-    named = b",".join([value for name, value in headers if name == b"connection"])
-    return {option.strip(b" \t").lower() for option in named.split(b",")} if named else set()
-
-
 def _write_kept(headers: Headers, dropped: frozenset[bytes]) -> bytes:
     if any(name == b"connection" and value not in _PLAIN_CONNECTION for name, value in headers):
         # It names further headers that are for the next hop only.
-        headers = tuple(keep_end_to_end(headers))
+        named = b",".join([value for name, value in headers if name == b"connection"])
+        dropped |= HOP_BY_HOP | {option.strip(b" \t").lower() for option in named.split(b",")}
     return b"".join(
         [b"%s: %s\r\n" % line for line in headers if line[0] not in dropped and not line[0].startswith(_OURS)]
     )
-
-
-def keep_end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """The headers a proxy passes on: neither hop-by-hop nor named by Connection."""
-    options = _connection_options(headers)
-    return [header for header in headers if header[0] not in HOP_BY_HOP and header[0] not in options]

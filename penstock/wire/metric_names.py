@@ -123,6 +123,7 @@ METRICS: dict[str, Metric] = {
     "replica_start_seconds": Metric(
         "gauge", "Time of each stage of the last start.", ("replica", "stage"), "seconds", joined="each"
     ),
+    "replica_state": Metric("gauge", "Always 1, in the state that it has.", ("replica", "state"), joined="each"),
     "replica_restarts_total": Metric(
         "counter", "Times that the engine was started again.", ("replica",), joined="each"
     ),

@@ -13,7 +13,8 @@ from typing import Any
 # Not httptools, which some installations of uvicorn have too: it takes a request's head of any size.
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from penstock.chat.page.proxied import Proxies, network_of
+from penstock.chat.page.proxied import Proxies
+from penstock.wire.addresses import network_of
 
 _REQUEST_S = 20.0  # for a stranger's request and its answer
 _BODY_S = 300.0  # for the body of a visitor's request

@@ -16,13 +16,14 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 
 from penstock.chat.page.config import PageConfig
-from penstock.chat.page.proxied import Proxies, as_sent, clean_prefix, is_same_site, network_of
+from penstock.chat.page.proxied import Proxies, as_sent, clean_prefix, is_same_site
 from penstock.chat.page.routes import whole_body
 from penstock.chat.page.sessions import KEPT_S, Attempts, Sessions, Visitor, visitor
 from penstock.chat.page.theme import ICON
 from penstock.errors import PenstockError
 from penstock.paths import read_token
 from penstock.spec.gateway import is_loopback
+from penstock.wire.addresses import network_of
 from penstock.wire.answers import HttpError
 from penstock.wire.model_list import ModelCard
 

@@ -49,12 +49,6 @@ def as_sent(scope: Mapping[str, Any], proxies: Proxies, root_path: str = "") -> 
     return {**scope, "headers": kept, "scheme": scheme, "root_path": prefix, "path": path, "client": client}
 
 
-def network_of(address: str) -> str:
-    """The /64 of an IPv6 address, since one machine has all of it; else the address."""
-    ip = _ip(address)
-    return str(ipaddress.ip_network((int(ip), 64), strict=False)) if ip and ip.version == 6 else str(ip or address)
-
-
 def clean_prefix(path: str) -> str:
     """ "x/y/" -> "/x/y"; "" and "/" -> ""; only the path of a URL."""
     path = path.partition("://")[2].partition("/")[2] if "://" in path else path

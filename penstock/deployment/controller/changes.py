@@ -15,7 +15,7 @@ _LEAST_SHARE = 0.01  # of a start's time, for a stage to be in the text; `second
 class Noted(msgspec.Struct, frozen=True):
     """What events exist for. `ready`: when the start began that made a replica ready; `restarted_at`: its newest
     restart; `loading`: what was said of its weights, `carried` of compiled code; `asleep`: replicas that sleep. All
-    outlive a gateway, which forgets announcements when it ends.
+    outlive a gateway, which forgets announcements when it ends. `states`: of the last look.
     """
 
     phase: Phase | None = None
@@ -25,6 +25,7 @@ class Noted(msgspec.Struct, frozen=True):
     loading: dict[str, str] = {}
     asleep: frozenset[str] = frozenset()
     carried: dict[str, str] = {}
+    states: dict[str, str] = {}
 
 
 def noted_of(state: State | None) -> Noted:
@@ -40,7 +41,8 @@ def changes(state: State, noted: Noted) -> tuple[tuple[Event, ...], Noted]:
         events.append(Event("phase", f"{noted.phase} -> {state.phase}{why}"))
     ready, restarted_at, draining = dict(noted.ready), dict(noted.restarted_at), set(noted.draining)
     loading, carried, asleep = dict(noted.loading), dict(noted.carried), set(noted.asleep)
-    for row in state.replicas:
+    rows = (*state.replicas, *state.upstreams)
+    for row in rows:
         name, announcement = row.replica, row.announcement
         if announcement is None:
             continue
@@ -58,14 +60,18 @@ def changes(state: State, noted: Noted) -> tuple[tuple[Event, ...], Noted]:
         if row.state == "ready" and (name not in ready or ready[name] != announcement.started_at):
             ready[name] = announcement.started_at
             events.append(Event("replica ready", _start_text(announcement), name, announcement.start_s))
+        if row.state in ("busy", "stalled") and noted.states.get(name) != row.state:
+            events.append(Event(f"replica {row.state}", row.reason or "", name))
         events += _sleep_events(row, announcement, asleep)
         if row.is_draining and name not in draining:
-            events.append(Event("replica draining", _drain_text(row), name))
+            text = f"it finishes {row.in_flight} request{'s' if row.in_flight != 1 else ''} and gets no more"
+            events.append(Event("replica draining", text, name))
         (draining.add if row.is_draining else draining.discard)(name)
-    names = {row.replica for row in state.replicas}
+    states = {row.replica: row.state for row in rows}
+    names = set(states)
     draining, asleep = draining & names, asleep & names
     return tuple(events), Noted(
-        state.phase, ready, restarted_at, frozenset(draining), loading, frozenset(asleep), carried
+        state.phase, ready, restarted_at, frozenset(draining), loading, frozenset(asleep), carried, states
     )
 
 
@@ -100,7 +106,3 @@ def _load_text(measured: dict[str, float]) -> str:
     if took_s is None or expected_s is None:
         return ""
     return f"; weights loaded in {show_seconds(took_s)} ({show_seconds(expected_s)} expected to read them)"
-
-
-def _drain_text(row: ReplicaStatus) -> str:
-    return f"it finishes {row.in_flight} request{'s' if row.in_flight != 1 else ''} and gets no more"

@@ -274,11 +274,8 @@ class Scaler:
             is_pinned=desired.is_pinned,
             ready_at=None if ready_at is None else round(ready_at),
             failure=self._failure,
-            published=self._published(),
+            published=None if self._replicas.actuator == "penstock" else self._needed,
         )
-
-    def _published(self) -> int | None:
-        return None if self._replicas.actuator == "penstock" else self._needed
 
     def _note(self, before: int, now: float) -> None:
         """An event of a new number, and of a reason of another kind."""

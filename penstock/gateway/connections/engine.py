@@ -286,9 +286,9 @@ class _Whole:
             self._whole.set_exception(error)
 
 
-async def call(connection: UpstreamConnection, request: bytes) -> tuple[int, bytes]:
-    """Status and body (its first MAX_ANSWER_BYTES or less) of the answer to `request`, once it is whole. Raises
+def call(connection: UpstreamConnection, request: bytes) -> asyncio.Future[tuple[int, bytes]]:
+    """Status and body (its first MAX_ANSWER_BYTES or less) of the answer to `request`, once it is whole; or
     UpstreamError. The caller bounds its time."""
     whole: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
     connection.send(request, _Whole(whole))
-    return await whole
+    return whole

@@ -8,7 +8,6 @@ import ctypes
 import errno
 import functools
 import heapq
-import ipaddress
 import logging
 import operator
 import os
@@ -17,7 +16,7 @@ import ssl
 import struct
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import msgspec
@@ -26,8 +25,9 @@ from penstock.errors import UserError
 from penstock.gateway.config import UNIX, Address
 from penstock.gateway.connections.client import ClientConnection, Handler
 from penstock.gateway.connections.shared_server import Share, SharedServer
-from penstock.spec.gateway import Limits
+from penstock.spec.gateway import Limits, is_loopback
 from penstock.text import MIB
+from penstock.wire.addresses import network_of
 from penstock.wire.http1 import RequestHead, parse_request
 from penstock.world import REAL, World
 
@@ -88,7 +88,7 @@ class Listener:
         self._sock = sock
         self._share = share or Share(1)
         self._server: SharedServer | None = None
-        self._connections: set[ClientConnection] = set()
+        self._connections: dict[ClientConnection, str] = {}  # with their sources
         self._by_source: defaultdict[str, set[ClientConnection]] = defaultdict(set)
         self._n_body_bytes = 0
         self._emptied = asyncio.Event()
@@ -127,15 +127,18 @@ class Listener:
             has_room = _close_longest_idle(others)
         else:
             has_room = len(self._connections) < limits.n_connections or _close_longest_idle(self._connections)
-        others.add(connection)
-        self._connections.add(connection)
+        self._by_source[source].add(connection)
+        self._connections[connection] = source
         self._emptied.clear()
         self._share.set(len(self._connections))
         return has_room
 
     def remove(self, connection: ClientConnection) -> None:
-        self._connections.discard(connection)
-        self._by_source[_source_of(connection.address)].discard(connection)
+        source = self._connections.pop(connection, None)
+        if source is not None:
+            self._by_source[source].remove(connection)
+            if not self._by_source[source]:
+                del self._by_source[source]
         self._share.set(len(self._connections))
         if not self._connections:
             self._emptied.set()
@@ -181,11 +184,10 @@ class Listener:
     def _sweep(self) -> None:
         for connection in tuple(self._connections):
             connection.close_if_stale(self.now())
-        self._by_source = defaultdict(set, {source: each for source, each in self._by_source.items() if each})
         self._sweep_timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
 
-def _close_longest_idle(connections: set[ClientConnection]) -> bool:
+def _close_longest_idle(connections: Collection[ClientConnection]) -> bool:
     """Returns whether one was idle. Of many a thousandth is closed at once: to look for it takes 1 ms of 16,000."""
     idle = [(since, each) for each in connections if (since := each.idle_since) is not None]
     for _, connection in heapq.nsmallest(max(1, len(connections) // 1000), idle, key=operator.itemgetter(0)):
@@ -194,11 +196,9 @@ def _close_longest_idle(connections: set[ClientConnection]) -> bool:
 
 
 def _source_of(address: str) -> str:
-    """Who counts as one: an IPv4 address, a network of 64 bits in IPv6. Empty for this machine: that is a proxy."""
-    address = address.removeprefix("::ffff:").partition("%")[0]
-    if address in ("", "::1") or address.startswith("127."):
-        return ""
-    return ipaddress.IPv6Address(address).exploded[:19] if ":" in address else address
+    """Who counts as one. Empty for this machine: that is a proxy."""
+    network = network_of(address)
+    return "" if is_loopback(address) or is_loopback(network) else network
 
 
 def fit_connections(limits: Limits, n_files: int) -> Limits:

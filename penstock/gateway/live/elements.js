@@ -92,12 +92,12 @@ const showMoment = orNone((at) => {
 // Words for states, and which colour they have.
 
 const TONES = new Map([
-  ["ready", "good"], ["starting", "busy"], ["loading", "busy"], ["warming", "busy"], ["queued", "busy"], ["waking", "busy"], ["sleeping", "quiet"],
+  ["ready", "good"], ["starting", "busy"], ["loading", "busy"], ["warming", "busy"], ["queued", "busy"], ["waking", "busy"], ["busy", "warn"], ["sleeping", "quiet"],
   ["stalled", "warn"], ["restarting", "warn"], ["degraded", "warn"], ["stopping", "quiet"], ["down", "quiet"],
   ["failed", "bad"], ["silent", "bad"],
 ]);
 // Of events, by their kind and text.
-const EVENT_TONES = [[/fail|died|lost|gone|xid|error|stalled/i, "bad"], [/ready|done|up$/i, "good"], [/restart|eject|drain|degraded/i, "warn"]];
+const EVENT_TONES = [[/fail|died|lost|gone|xid|error|stalled/i, "bad"], [/ready|done|up$/i, "good"], [/restart|eject|drain|degraded|busy/i, "warn"]];
 
 function setChip(node, word, tone) {
   setText(node, word);

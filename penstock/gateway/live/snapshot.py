@@ -11,7 +11,7 @@ from penstock.gateway.config import GatewayConfig
 from penstock.gateway.cost import key_uses
 from penstock.gateway.live.history import QUANTILE_S, LiveHistory, Sample, Span, finite, take_sample
 from penstock.gateway.workers.reports import WorkerReport
-from penstock.wire.announcement import GatewayView, ReplicaView
+from penstock.wire.announcement import ACTIVE, GatewayView, ReplicaView
 from penstock.wire.live import PERIOD_S, Attainment, DeploymentNews, Rates, ReplicaLive, Snapshot
 
 MAX_REPLICAS = 512  # in one snapshot; totals count all
@@ -65,7 +65,7 @@ def rates(moment: Moment, history: LiveHistory) -> Rates:
 
 
 def _serves(row: ReplicaView) -> bool:
-    return row.is_alive and not row.is_draining and row.announcement.state == "ready"
+    return row.is_alive and not row.is_draining and row.announcement.state in ACTIVE
 
 
 def _tokens_per_s(span: Span, rows: Sequence[ReplicaView], sample: Sample) -> tuple[float, float] | None:
@@ -117,7 +117,7 @@ def _replica(row: ReplicaView, recent: Span, minute: Span, moment: Moment) -> Re
     load, tokens = announcement.load, recent.engine_tokens_per_s(name)
     (ttft_p50, ttft_p99), (itl_p50, itl_p99) = minute.ttft_s(name), minute.itl_s(name)
     up_since = None
-    if announcement.state == "ready" and announcement.started_at is not None:
+    if announcement.state in ACTIVE and announcement.started_at is not None:
         up_since = announcement.started_at + (announcement.ready_after_s or 0.0)
     return ReplicaLive(
         replica=name,

@@ -103,7 +103,7 @@ function fillReplica(node, replica) {
   setChip(parts.chip, replica.state);
   const marks = [replica.is_draining && "draining", replica.is_ejected && "ejected"].filter(Boolean);
   fillList(parts.marks, marks, (mark) => mark, () => el("span", "chip warn"), (chip, mark) => setChip(chip, mark, "warn"));
-  const progress = replica.state === "ready" ? null : replica.progress;
+  const progress = ["ready", "busy"].includes(replica.state) ? null : replica.progress;
   parts.progress.hidden = progress?.fraction == null;
   setBar(parts.progress, progress?.fraction, "busy");
   setText(parts.note, [progress && progressText(progress), replica.reason].filter(Boolean).join(" · "));

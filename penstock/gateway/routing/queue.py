@@ -98,10 +98,8 @@ class FairQueue:
         if not self._flows:
             return None
         flow = min(self._flows.values(), key=lambda flow: flow.clock)
-        while True:
-            entry = heapq.heappop(flow.heap)[1]
-            if entry in flow.entries:
-                break
+        while (entry := heapq.heappop(flow.heap)[1]) not in flow.entries:
+            pass
         self._now = flow.clock
         flow.clock += 1
         self.remove(entry)

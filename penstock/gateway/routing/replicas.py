@@ -15,7 +15,7 @@ from penstock.gateway.config import Address, ServedModel, parse_url
 from penstock.gateway.routing.health import Health
 from penstock.gateway.routing.policies import choose
 from penstock.spec.gateway import PolicyName
-from penstock.wire.announcement import Announcement, EngineLoad, GatewayView, Progress, ReplicaView
+from penstock.wire.announcement import ACTIVE, Announcement, EngineLoad, GatewayView, Progress, ReplicaView
 from penstock.wire.waiting import Waiting
 
 ModelState = Literal["ready", "loading", "sleeping", "unavailable"]
@@ -39,6 +39,7 @@ _RESPONSE_ID: Final = re.compile(rb"\"id\"\s*:\s*\"(resp_[A-Za-z0-9_\-]{1,128})\
 _COMING_STATES: Final = frozenset(
     ("queued", "starting", "loading", "warming", "restarting", "sleeping", "waking")  # a request wakes one that sleeps
 )
+_WORDS: Final = {"queue": "waiting", "waiting": "waiting", "starting": "starting"}
 
 
 class RoutingHints(NamedTuple):
@@ -73,6 +74,7 @@ class Replica:
     shared: Total | None = None  # what all workers and gateways have on it, where they add that up
     idle_since: float | None = None  # as the engine reports
     silent_since: float | None = None  # the first of the probes in a row that its machine did not answer
+    heard_at: float = 0.0  # a byte of an answer came, to within HEARD_S
     health: Health = field(default_factory=Health)
     _peaks: tuple[int, int] = (0, 0)  # most in flight since the last announcement, and in the time before it
 
@@ -92,7 +94,8 @@ class Replica:
         return now - self.announced_at <= self.announcement.lease_s
 
     def note_probe(self, is_silent: bool, began_at: float) -> None:
-        self.silent_since = (self.silent_since or began_at) if is_silent else None
+        since = self.silent_since or began_at
+        self.silent_since = since if is_silent and self.heard_at < since else None
 
     def why_lost(self, silent_s: float, now: float) -> str | None:
         """Why a request that got no byte for so long gets none any more: the engine reports that it works on nothing,
@@ -253,7 +256,7 @@ class ReplicaTable:
     def sleeper(self, model: str, now: float, n_waiting: int) -> Replica | None:
         """The sleeping replica that requests need, ordered to wake or not: one that has a request, which slipped
         through, or the first one while requests wait here, or in each of the engines. One at a time."""
-        rows = [row for row in self._by_model[model] if row.is_alive(now) and row.name not in self._draining]
+        rows = [row for row in self.announced(model, now) if row.name not in self._draining]
         asleep = [row for row in rows if row.announcement.state == "sleeping"]
         if not asleep:
             return None
@@ -301,7 +304,7 @@ class ReplicaTable:
     def is_ready(self, replica: Replica, now: float) -> bool:
         announcement = replica.announcement
         return (
-            announcement.state == "ready"
+            announcement.state in ACTIVE
             and replica.address is not None
             and not replica.is_suspect
             and now - replica.announced_at <= announcement.lease_s
@@ -309,15 +312,19 @@ class ReplicaTable:
         )
 
     def ready(self, model: str, now: float) -> list[Replica]:
-        """The replicas of `model` that may get a request now. An ejected one is better than none."""
+        """The replicas of `model` that may get a request now. A busy or an ejected one is better than none."""
         rows = [row for row in self._by_model[model] if self.is_ready(row, now)]
-        return [row for row in rows if now >= row.health.ejected_until] or rows
+        rows = [row for row in rows if now >= row.health.ejected_until] or rows
+        return [row for row in rows if row.announcement.state == "ready"] or rows
 
     def begin(
         self, model: str, now: float, hints: RoutingHints = NO_HINTS, avoid: Collection[str] = ()
     ) -> Replica | None:
         """Chooses a replica and counts a request on it; every one begun must be ended."""
         rows = self.ready(model, now)
+        if hints.replica and hints.replica not in avoid:  # only that one has what it stored
+            known = (row for row in self._by_model[model] if row.name == hints.replica and row not in rows)
+            rows += [row for row in known if self.is_ready(row, now)]
         if self._max_in_flight is not None:
             rows = [row for row in rows if row.in_flight + row.load_of_other_workers < self._max_in_flight]
         if not rows:
@@ -332,11 +339,11 @@ class ReplicaTable:
         return replica
 
     def _choose(self, rows: list[Replica], now: float, hints: RoutingHints, avoid: Collection[str]) -> Replica | None:
-        if hints is not NO_HINTS:
-            if hints.adapter:
-                rows = [row for row in rows if hints.adapter in row.announcement.adapters] or rows
+        if hints.adapter:
+            rows = [row for row in rows if hints.adapter in row.announcement.adapters] or rows
+        if hints.replica and hints.replica not in avoid:
             for row in rows:
-                if row.name == hints.replica and row.name not in avoid:
+                if row.name == hints.replica:
                     return row
         if len(rows) == 1:
             return rows[0]
@@ -352,17 +359,13 @@ class ReplicaTable:
             replica.shared.own -= 1
 
     def coming_words(self, model: str, now: float) -> str:
-        """Progress of the replica that is nearest to ready, for people: "loading 45% 12s", or "waiting"."""
-        nearest, expected_s = self.nearest(model, now), self._expected_in_s(now)
-        words = ["loading" if nearest is not None else "waiting" if expected_s is None else "starting"]
-        progress = nearest.announcement.progress if nearest is not None else None
-        if progress is not None:
-            if progress.fraction is not None:
-                words.append(f"{min(max(progress.fraction, 0.0), 1.0):.0%}")
-            if progress.eta_s is not None:
-                words.append(f"{max(progress.eta_s, 0.0):.0f}s")
-        if expected_s is not None and (progress is None or progress.eta_s is None):
-            words.append(f"{expected_s:.0f}s")
+        """As `waiting`, for people: "loading 45% 12s", or "waiting"."""
+        facts = self.waiting(model, now, 0)
+        words = [_WORDS.get(facts.stage, "loading")]
+        if facts.fraction is not None:
+            words.append(f"{facts.fraction:.0%}")
+        if facts.eta_s is not None:
+            words.append(f"{facts.eta_s:.0f}s")
         return " ".join(words)
 
     def waiting(self, model: str, now: float, n_ahead: int) -> Waiting:
@@ -389,8 +392,7 @@ class ReplicaTable:
 
     def nearest(self, model: str, now: float) -> Replica | None:
         """The replica on its way that is nearest to ready."""
-        coming = self._coming(model, now)
-        return max(coming, key=_fraction) if coming else None
+        return max(self._coming(model, now), key=_fraction, default=None)
 
     def model_state(self, model: str, now: float) -> ModelState:
         if self.ready(model, now):
@@ -412,14 +414,8 @@ class ReplicaTable:
         return min(max(1, math.ceil(min(estimates))), RETRY_AFTER_S_MAX) if estimates else RETRY_AFTER_S
 
     def _coming(self, model: str, now: float) -> list[Replica]:
-        return [
-            row
-            for row in self._replicas.values()
-            if row.announcement.model == model
-            and row.announcement.state in _COMING_STATES
-            and row.is_alive(now)
-            and row.name not in self._draining
-        ]
+        rows = (row for row in self.announced(model, now) if row.name not in self._draining)
+        return [row for row in rows if row.announcement.state in _COMING_STATES]
 
     def take_lapsed(self, now: float) -> list[str]:
         """Replicas whose lease ended since the last call."""
@@ -450,7 +446,7 @@ class ReplicaTable:
 
 
 # The state of a replica that can follow an order.
-_OPEN_ORDERS: Final[dict[str, Order]] = {"ready": "sleep", "sleeping": "wake"}
+_OPEN_ORDERS: Final[dict[str, Order]] = {"ready": "sleep", "busy": "sleep", "sleeping": "wake"}
 
 
 def _fraction(replica: Replica) -> float:
