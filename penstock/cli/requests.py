@@ -37,7 +37,7 @@ def _run(options: argparse.Namespace) -> int:
     from penstock.deployment import live
 
     run = run_folder.choose(options.name)
-    slow = live.slowest_requests(run, options.lines) if options.slow else []
+    slow = [*live.snapshot(run).slow[: options.lines]] if options.slow else []
     newest = [] if options.slow else live.newest_requests(run, options.lines)
     if options.json:
         for row in (*slow, *newest):

@@ -19,7 +19,7 @@ from penstock.spec.gateway import STDERR
 from penstock.targets.tunnel import local_port
 from penstock.wire.client import Client
 from penstock.wire.gateways import ask_each
-from penstock.wire.live import N_SLOW, History, Rates, ReplicaLive, SlowRequest, Snapshot
+from penstock.wire.live import N_SLOW, History, Rates, ReplicaLive, Snapshot
 
 _PATH = "/dashboard/live"
 _ONCE_S = 3.0
@@ -163,11 +163,6 @@ def joined(snapshots: Sequence[Snapshot]) -> Snapshot:
 def _worst(rows: Sequence[Rates] | Sequence[ReplicaLive]) -> dict[str, float | None]:
     values = {field: [getattr(row, field) for row in rows] for field in _WORST}
     return {field: max((n for n in column if n is not None), default=None) for field, column in values.items()}
-
-
-def slowest_requests(run: Run, n_requests: int) -> list[SlowRequest]:
-    """The slowest first. Raises a PenstockError when no gateway answers."""
-    return list(snapshot(run).slow[:n_requests])
 
 
 def newest_requests(run: Run, n_requests: int) -> list[Line]:
