@@ -18,16 +18,16 @@ LOOSE = {"errors", "text", "paths", "processes", "log_lines", "world", "__init__
 ROOMS = {
     "": (909, 830),  # errors text paths processes log_lines world
     "run_folder.py": (598, 720),
-    "spec/": (1349, 1200),
+    "spec/": (1348, 1200),
     "hardware/": (719, 670),
     "wire/": (2202, 1990),
     "models/": (3903, 2900),
-    "planner/": (2229, 1620),
+    "planner/": (2226, 1620),
     "planner/architecture/": (1449, 1250),
     "planner/memory/": (1308, 1150),
     "planner/speed/": (1022, 900),
     "engines/": (309, 280),
-    "engines/vllm/": (1194, 1150),
+    "engines/vllm/": (1193, 1150),
     "engines/llamacpp/": (257, 250),
     "observe/": (1822, 1060),
     "chat/": (1124, 820),
@@ -35,20 +35,20 @@ ROOMS = {
     "node/": (3288, 2440),
     "node/group/": (914, 760),
     "node/checks/": (606, 520),
-    "targets/": (1029, 1050),
-    "targets/ssh/": (1618, 1260),
+    "targets/": (1009, 1050),
+    "targets/ssh/": (1616, 1260),
     "targets/slurm/": (1519, 1100),
     "targets/ray/": (1234, 960),
-    "targets/kubernetes/": (6018, 3400),
-    "targets/cloudera/": (4177, 2390),
-    "targets/vessl/": (2086, 1020),
+    "targets/kubernetes/": (5996, 3400),
+    "targets/cloudera/": (4174, 2390),
+    "targets/vessl/": (2072, 1020),
     "gateway/": (4003, 2560),
     "gateway/accounting/": (2801, 2030),
     "gateway/connections/": (1130, 1050),
     "gateway/live/": (680, 390),
     "gateway/routing/": (1018, 900),
     "gateway/workers/": (765, 670),
-    "deployment/": (3832, 2620),
+    "deployment/": (3831, 2620),
     "deployment/controller/": (1871, 1720),
     "deployment/doctor/": (1121, 780),
     "deployment/container/": (488, 120),
@@ -61,7 +61,7 @@ ROOMS = {
     "cli/bench/": (1128, 880),
     "testing/": (5152, 1430),
 }
-TESTS = (51716, 32_000)
+TESTS = (51690, 32_000)
 UNUSED = 60  # lines that a room may stay below its ceiling: what is more has been won, and is kept
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from datetime import datetime
+from pathlib import Path
 
 import pytest
+import yaml
 
+from penstock.errors import SpecError
 from penstock.hardware import Machine
 from penstock.spec import reading
 from penstock.spec.blocks import Slurm
@@ -50,8 +53,13 @@ def problems(**fields: object) -> list[str]:
     return [str(problem) for problem in slurm_site.problems(SITE, reading.from_mapping(raw))]
 
 
-def machines(site: Site | None = SITE, **fields: object) -> list[Machine]:
+def machines(site: Site = SITE, **fields: object) -> list[Machine]:
     return slurm_site.machines(site, reading.from_mapping({"model": "m/x", "target": "slurm", **fields}), VERSIONS)
+
+
+def of_file(**fields: object) -> list[Machine]:
+    wanted = reading.from_mapping({"model": "m/x", "target": "slurm", **fields})
+    return slurm_site.machines_of_file(wanted, "no sbatch here")
 
 
 def test_a_good_request_is_not_refused_and_problems_come_together() -> None:
@@ -63,62 +71,13 @@ def test_a_good_request_is_not_refused_and_problems_come_together() -> None:
     assert len(problems(hardware={"gpu": "h100-sxm"}, slurm=wrong)) == 2, "all that is wrong is told together"
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"slurm": {"partition": "gpus"}}, 'slurm.partition: there is no partition "gpus" (did you mean "gpu"?)'),
-        ({"slurm": {"partition": "x"}}, 'there is no partition "x" (there are: cpu, gpu, long, closed)'),
-        (
-            {"hardware": GPUS, "slurm": {"partition": "gpu", "time": "1-0", "gres": "gpu:h100:4"}},
-            'slurm.time: "1-0" is above the 12h00m of partition "gpu" (partitions that allow it: cpu, long)',
-        ),
-        (
-            {"hardware": {"gpu": "h100-sxm"}, "slurm": {"partition": "gpu", "gres": "gpu:h200:4"}},
-            'no node of this partition has GPUs of type "h200" (did you mean "h100"?)',
-        ),
-        (
-            {"hardware": {"gpu": "h100-sxm", "gpus_per_node": 8}, "slurm": {"partition": "long"}},
-            'hardware.gpus_per_node: 8 GPUs a node, but of the nodes of partition "long" the most is 4 on g3',
-        ),
-        (
-            {"hardware": {"gpus_per_node": 1}, "engine": {"kind": "vllm"}},
-            'hardware.gpus_per_node: 1 GPUs a node, but of the nodes of partition "cpu" they have none',
-        ),
-        (
-            {"hardware": {**GPUS, "nodes": 3}, "slurm": {"partition": "gpu", "gres": "gpu:h100:4"}},
-            'hardware.nodes: 3 nodes a replica, but partition "gpu" gives 2 of that kind',
-        ),
-        (
-            {"hardware": GPUS, "slurm": {"partition": "long", "constraint": "a100"}},
-            'slurm.constraint: no node of partition "long" matches constraint and nodelist (features',
-        ),
-        (
-            {"hardware": {**GPUS, "gpu": "l40s"}, "slurm": {"partition": "gpu"}},
-            'hardware.gpu: "l40s", but the nodes have GPUs of type h100, v100 (one of h100-pcie, h100-sxm, v100',
-        ),
-        (
-            {"hardware": {**GPUS, "nodes": 3}, "slurm": {"partition": "long", "nodelist": "g[1-2],g9"}},
-            'slurm.nodelist: no node "g9" in partition "long" (there are: g1, g2, g3)',
-        ),
-        (
-            {"hardware": {"gpu": "v100-sxm2-32", "gpus_per_node": 4}, "slurm": {"partition": "gpu"}},
-            'hardware.gpus_per_node: 4 GPUs a node, but of the nodes of partition "gpu" the most is 2 on old1',
-        ),
-        (
-            {"slurm": {"partition": "long"}},
-            "hardware.gpu: is missing: Slurm reports only the GPU type h100 (one of h100-pcie, h100-sxm)",
-        ),
-        ({"slurm": {"memory": "600G"}}, 'slurm.memory: "600G", but no node has more than 512000M'),
-        ({"slurm": {"cpus_per_node": 65}}, "slurm.cpus_per_node: 65, but no node has more than 64"),
-        (
-            {"hardware": GPUS, "slurm": {"partition": "closed"}},
-            'slurm.partition: partition "closed" is not up (see sinfo)',
-        ),
-    ],
-)
-def test_what_the_site_lacks_is_refused_with_what_it_has(fields: dict[str, object], words: str) -> None:
-    (problem,) = problems(**fields)
-    assert words in problem
+MISTAKES = (Path(__file__).parent / "golden" / "slurm" / "site_mistakes.txt").read_text("utf-8").strip()
+
+
+@pytest.mark.parametrize("case", MISTAKES.split("\n\n"))
+def test_what_the_site_lacks_is_refused_with_what_it_has(case: str) -> None:
+    fields, _, problem = case.partition("\n=> ")
+    assert problems(**yaml.safe_load(fields)) == [problem]
 
 
 def test_machines_are_those_that_a_job_may_get() -> None:
@@ -128,10 +87,18 @@ def test_machines_are_those_that_a_job_may_get() -> None:
     assert first.gpus[0].memory_bytes > 79 * 2**30
     for request in ({"slurm": {"gres": "shard:8"}}, {"hardware": {"gpus_per_node": 0}}):
         assert {len(machine.gpus) for machine in machines(**request)} == {0}
-    # Without a site the file is believed.
-    assert [len(machine.gpus) for machine in machines(None, hardware={**GPUS, "nodes": 2})] == [4, 4]
-    alone = machines(None, hardware={"gpu": "h100-sxm"}, slurm={"gres": "gpu:h100:2"})
-    assert [len(machine.gpus) for machine in alone] == [2]
+    # Without a site the file is believed, and what it does not say is not known.
+    assert [len(machine.gpus) for machine in of_file(hardware={**GPUS, "nodes": 2})] == [4, 4]
+    (alone,) = of_file(hardware={"gpu": "h100-sxm"}, slurm={"gres": "gpu:h100:2"})
+    assert (len(alone.gpus), alone.memory_bytes, alone.gpus[0].memory_bytes) == (2, None, first.gpus[0].memory_bytes)
+    assert [machine.memory_bytes for machine in of_file(slurm={"memory": "64G"})] == [64 * 2**30]
+    with pytest.raises(SpecError) as caught:
+        of_file(slurm={"gres": "gpu:4"})
+    (problem,) = caught.value.problems
+    assert (problem.path, "nothing else tells the memory of the GPUs: no sbatch" in problem.message) == (
+        "hardware.gpu",
+        True,
+    )
 
 
 @pytest.mark.parametrize(

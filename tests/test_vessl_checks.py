@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import yaml
 from place_stubs import client_of
+from samples import demo_plan
 
 from penstock import targets
 from penstock.errors import PenstockError
@@ -52,45 +53,14 @@ def of_vessl(**fields: Any) -> list[str]:
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 
-BAD = [
-    ({"hardware": {"nodes": 2}}, "hardware.nodes: 2 nodes, but a VESSL run is one container"),
-    ({"gateway": {"auth": "none"}}, "gateway.auth: none, but the address of a run is public"),
-    ({"gateway": {"port": 8888}}, "gateway.port: 8888 is no port that a run can publish"),
-    ({"gateway": {"port": 21}}, "the control port (gateway.port + 1): 22 is no port that a run can publish"),
-    ({"gateway": {"port": 7859}, "ui": True}, "ui.port: is the gateway's control port"),
-    ({"gateway": {"access_log": "/var/log/x"}}, "gateway.access_log: is a file of this machine"),
-    ({"cache": {"weights": "pvc:models"}}, 'cache.weights: "pvc:models" is nothing that a run can have'),
-    ({"cache": {"weights": "hf://huggingface.co/a/b"}}, 'cache.weights: "hf://huggingface.co/a/b" is nothing that a'),
-    ({"model": "/models/llama"}, 'model: "/models/llama" is a folder, and the container has none of this machine'),
-    ({"vessl": {**BLOCK, "product": "cloud"}}, "vessl.product: VESSL Cloud (workspaces, vesslctl) has other calls"),
-    ({"vessl": {"preset": "x"}}, "vessl.cluster: is missing"),
-    ({"vessl": {"cluster": "x"}}, "vessl.preset: is missing"),
-    ({"vessl": {**BLOCK, "code": "penstock.whl"}}, 'vessl.code: "penstock.whl" is no source'),
-    ({"vessl": {**BLOCK, "mounts": {"data": "volume://a/b"}}}, "vessl.mounts.data: is no absolute path"),
-    ({"vessl": {**BLOCK, "max_hours": 0}}, "vessl.max_hours: 0 is no time"),
-    ({"vessl": {**BLOCK, "secrets": {"PENSTOCK_SECRET": "x"}}}, "vessl.secrets.PENSTOCK_SECRET: penstock makes that"),
-    ({"vessl": {**BLOCK, "secrets": {"a-b": "x"}}}, "vessl.secrets.a-b: needs a variable and the name of a secret"),
-    (
-        {"vessl": {**BLOCK, "kind": "service"}, "replicas": {"min": 1, "max": 2}},
-        "gateway.store: no worker of a service would know the keys of the others",
-    ),
-    ({"vessl": {**BLOCK, "kind": "service"}, "ui": True}, "ui: a service exposes one port"),
-    ({"vessl": {**BLOCK, "kind": "service", "max_hours": 2}}, "vessl.max_hours: VESSL replaces a worker that ends"),
-    (
-        {"vessl": {**BLOCK, "kind": "service"}, "replicas": {"min": 0, "max": 1}},
-        "replicas.min: 0, but VESSL keeps a worker of a service",
-    ),
-    (
-        {"vessl": {**BLOCK, "kind": "service"}, "cache": {"weights": "vessl-artifact://a/b/c"}},
-        "cache.weights: a service exports nothing",
-    ),
-]
+MISTAKES = (Path(__file__).parent / "golden" / "vessl" / "mistakes.txt").read_text("utf-8").strip()
 
 
-@pytest.mark.parametrize(("fields", "words"), BAD, ids=[words.partition(":")[0] for _, words in BAD])
-def test_a_problem_of_the_file_is_named_with_its_cure(fields: dict[str, Any], words: str) -> None:
-    (problem,) = checks.file_problems(file(**fields))
-    assert str(problem).startswith(words) and problem.hint
+@pytest.mark.parametrize("case", MISTAKES.split("\n\n"))
+def test_a_problem_of_the_file_is_named_with_its_cure(case: str) -> None:
+    fields, _, said = case.partition("\n=> ")
+    (problem,) = checks.file_problems(file(**yaml.safe_load(fields)))
+    assert str(problem) == said and problem.hint
 
 
 def test_an_unknown_field_of_the_block_has_the_nearest_name() -> None:
@@ -129,7 +99,7 @@ def test_a_deployment_that_fits_has_no_problems_and_gets_the_presets_machine(
     (machine,) = targets.load("vessl").machines(file())
     assert (machine.host, machine.n_cpus, machine.memory_bytes) == ("gpu-l4-small", 6, 42 * 2**30)
     assert [gpu.name for gpu in machine.gpus] == ["NVIDIA L4"]
-    assert "credits an hour" in targets.load("vessl").warnings(file())[0]
+    assert "credits an hour" in targets.load("vessl").warnings(file(), demo_plan("vllm"))[0]
     assert any("POST /api/v1/organizations/acme/run/spec/sync_yaml" in line for line in vessl.world.calls)
     monkeypatch.setattr("penstock.testing.fake_vessl.forms.run_problems", lambda _: [("image", "cannot be pulled")])
     assert of_vessl() == ["vessl (image): cannot be pulled"], "words of the server's dry check"
