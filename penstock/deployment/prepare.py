@@ -119,11 +119,11 @@ def _assumed(deployment: Deployment, plan: Plan, least: Machine, machine: Machin
     yield from (f"not used: {text}" for text in least.unread if machine.gpus)
     if machine.assumed is not None:
         those = f"{n_machines} machine{'s' if n_machines > 1 else ''} as the file describes them"
+        those += f", of {machine.n_cpus} CPUs" if plan.device == "cpu" else ""
         unknown = ": their memory is not known, and nothing is fitted to it" if machine.memory_bytes is None else ""
         yield f"not asked: {machine.assumed}; this is for {those}{unknown}"
     elif machine.gpus and not least.gpus:
-        gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}"
-        yield f"{least.host} has no GPU: this is for {gpus}, as the file requires"
+        yield f"{least.host} has no GPU: this is for {len(machine.gpus)} x {machine.gpus[0].name}, as the file requires"
     if (image := images.image_of(deployment)) and plan.engine == "vllm" and not images.named_version(deployment):
         yield f'image "{image}" names no version of vLLM: {plan.engine_version} is assumed (engine.version)'
 
@@ -143,8 +143,8 @@ def _check_file(deployment: Deployment, target: Target, is_rehearsal: bool) -> N
     if not is_rehearsal and "controller" not in target.placed(deployment):
         problems += preflight.prometheus_problems(deployment.observe)
     if deployment.engine.kind != "auto":
-        engine = engines.load(deployment.engine.kind)
-        problems += engine.problems(deployment.engine.flags, images.named_version(deployment))
+        engine, version = engines.load(deployment.engine.kind), images.named_version(deployment)
+        problems += engine.problems(deployment.engine.flags, version)
     if problems:
         raise SpecError(f'deployment "{deployment.name}"', problems)
 
