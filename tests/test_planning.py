@@ -9,15 +9,16 @@ import msgspec
 import pytest
 from samples import DEMO, LLAMA_70B, NOW, cpu_machine, deployment, gpu_machine, sized
 
-from penstock.deployment import measured, planning
+from penstock.deployment import measured, planning, prepare
 from penstock.errors import NotModelled, UserError
 from penstock.hardware import Gpu, Machine, catalog
 from penstock.models import Facts
 from penstock.models import catalog as models_catalog
 from penstock.planner import Plan, launch
+from penstock.planner.engine_versions import NEWEST
 from penstock.planner.inputs import key_of
 from penstock.planner.request import SizingRequest
-from penstock.spec.deployment import Parallel
+from penstock.spec.deployment import DEMO_MODEL, Parallel
 from penstock.text import GIB, MIB
 
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -35,6 +36,33 @@ H200_START = {
 H200 = SizingRequest(FACTS, gpu="h200", max_model_len=8192, engine_version="0.33.0")
 BOX = Machine("box", 64, 1024 * GIB, 1000 * GIB, (Gpu(0, "NVIDIA H200", 143_771 * MIB, 143_771 * MIB),))
 WANTED = deployment(LLAMA, engine={"max_model_len": 8192})
+
+
+VLLM_11 = "vllm/vllm-openai:v0.11.0"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "version", "warning"),
+    [
+        ({"kubernetes": {"image": f"lab/{VLLM_11}@sha256:00"}}, "0.11.0", "a rehearsal does not ask the cluster"),
+        ({"kubernetes": {}, "engine": {"kind": "vllm", "version": "0.12.0"}}, "0.12.0", "their memory is not known"),
+        ({"kubernetes": {"image": "lab/mine:prod"}}, NEWEST, 'image "lab/mine:prod" names no version of vLLM'),
+        ({"slurm": {"container": f"docker://{VLLM_11}"}}, "0.11.0", "there is no sbatch"),
+        ({"slurm": {"gres": "gpu:l4:2"}}, NEWEST, "slurm.gres reserves 2 GPUs on each node, and the plan uses 1"),
+        ({"vessl": {"image": VLLM_11, "cluster": "c", "preset": "p"}}, "0.11.0", "a rehearsal does not ask VESSL"),
+        ({"cloudera": {"workbench": "https://a", "project": "p"}, "engine": {"kind": "vllm", "version": "0.11.2"}},
+         "0.11.2", "a rehearsal does not ask the workbench"),
+    ],
+)  # fmt: skip
+def test_a_rehearsal_plans_for_the_vllm_that_the_file_names(
+    blocks: dict[str, Any], version: str, warning: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    fields: dict[str, Any] = {"engine": {"kind": "vllm"}, "hardware": {"gpu": "l4"}, "parallel": {"tensor": 1}}
+    target, gateway = next(iter(blocks)), {"auth": "keys"} | ({"on": "job"} if "slurm" in blocks else {})
+    model = DEMO_MODEL if "slurm" in blocks else "Qwen/Qwen3-0.6B"
+    plan = prepare.rehearse(deployment(model, target=target, gateway=gateway, **fields | blocks)).plan
+    assert plan.engine_version == version and any(warning in text for text in plan.warnings), plan.warnings
 
 
 def up(machine: Machine = BOX, **fields: Any) -> Plan:

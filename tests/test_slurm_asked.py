@@ -16,7 +16,9 @@ from samples import NOW, deployment, draft
 
 from penstock.errors import PenstockError, UserError
 from penstock.run_folder import Artifact, Handle, Kind, ReplicaStatus, Run, State, Unit, create, replica
+from penstock.spec.blocks import Slurm
 from penstock.spec.deployment import Deployment, GatewaySpec
+from penstock.spec.reading import to_yaml
 from penstock.targets.slurm import commands as commands_module
 from penstock.targets.slurm import script, target
 
@@ -240,6 +242,14 @@ def test_sacct_is_asked_once_who_cancelled_a_job(commands: Commands) -> None:
     commands.now += 60
     commands.become(j1="PENDING")
     assert slurm.status(run)[replica("0")].state == "queued", "requeued by hand, it is not over"
+
+
+def test_a_container_gets_penstocks_code_by_the_run_folder(commands: Commands) -> None:
+    run, slurm = run_of(commands), target.Slurm()
+    wanted = msgspec.structs.replace(run.deployment(), slurm=Slurm(container="/images/vllm.sif"))
+    (run.path / "spec.yaml").write_text(to_yaml(wanted), "utf-8")
+    slurm.place(run, [replica("0")])
+    assert (run.path / "code" / "penstock" / "__init__.py").exists() and not [*run.path.rglob("*.so")]
 
 
 def test_a_job_that_a_killed_controller_submitted_from_zero_is_taken_over(commands: Commands) -> None:

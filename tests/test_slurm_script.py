@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +17,7 @@ from penstock.errors import SpecError
 from penstock.planner import Need, Plan
 from penstock.spec import reading
 from penstock.spec.blocks import Slurm
-from penstock.spec.deployment import Deployment, GatewaySpec, Parallel, Ui
+from penstock.spec.deployment import Cache, Deployment, GatewaySpec, Hardware, Parallel, Ui
 from penstock.targets.slurm import script as slurm_script
 from penstock.text import GIB
 
@@ -47,7 +49,7 @@ def planned(deployment: Deployment) -> Plan:
 def script(deployment: Deployment) -> str:
     plan = planned(deployment)
     needs = slurm_script.needs_of(plan, deployment.slurm or Slurm(), "h100", 2**20)
-    return slurm_script.render(deployment, plan, RUN + deployment.name, "/usr/bin/python3", needs)
+    return slurm_script.render(deployment, plan, RUN + deployment.name, "/usr/bin/python3", needs, "/home/ada")
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda path: path.stem)
@@ -75,36 +77,53 @@ def test_every_node_runs_the_prologue() -> None:
     assert text.index("module load cuda") < text.index("on_node="), "what changes variables alone, once"
 
 
+MODULES = {"cuda/12.4": "load cuda/12.4", "gcc/13 openmpi": "load gcc/13 openmpi", "use-cuda": "load use-cuda"}
+MODULES |= {own: own for own in ("--force purge", "purge", "use $HOME/modules", "swap cray gnu", "unload intel/2024")}
+
+
+def test_entries_of_modules_are_words_of_module() -> None:
+    text = script(Deployment("m", "one", "slurm", slurm=Slurm(modules=tuple(MODULES))))
+    lines = [f"module {line} || give_up 'failed: module {line}'\n" for line in MODULES.values()]
+    assert "".join(lines) in text and refused(modules=[*MODULES]) == []
+
+
+def contained(**block: Any) -> tuple[str, str]:
+    """What stands before, and what in, the command of the nodes' step."""
+    wanted = Deployment(
+        "m", "one", "slurm", hardware=Hardware("h100-sxm", 4), cache=Cache("~/w"), slurm=msgspec.convert(block, Slurm)
+    )
+    assert slurm_script.problems(wanted, RUN + "one") == []
+    step = script(wanted).partition("leftovers: ")[0].partition('"${step[@]}"')[2].partition("code=$?")[0]
+    return step.partition(" --wait")[0].strip(), step.partition("node \\\n")[2].partition(" -m penstock")[0].strip()
+
+
+def test_a_container_gets_mounts_code_and_its_flags_in_the_words_of_its_runtime() -> None:
+    code = f"-u PYTHONHOME PYTHONNOUSERSITE=1 PYTHONPATH={RUN}one/code HOME=/home/ada"
+    step, words = contained(container="/i/a.sif", container_flags=["--bind /data", "--no-home"], python="/opt/python")
+    seen = "/home/ada/.penstock,/shared/models/x,/home/ada/w"
+    assert (step, words) == (
+        "", f"apptainer exec --nv --bind {seen} --bind /data --no-home /i/a.sif env {code} /opt/python"
+    )  # fmt: skip
+    block = {"container": "nvcr.io#nvidia/vllm:1", "container_runtime": "pyxis", "container_flags": ["--mpi=none"]}
+    mounts = "/home/ada:/home/ada,/tmp:/tmp,/shared/models/x:/shared/models/x"
+    options = f"'--container-image=nvcr.io#nvidia/vllm:1' --container-mounts={mounts} --no-container-entrypoint"
+    assert contained(**block) == (f"{options} --mpi=none", f"env {code} python3")
+    exports = ["export TOKEN=$(cat ~/.token)"]
+    step, words = contained(container="vllm:1", container_runtime="podman-hpc", prologue=exports)
+    first = "podman-hpc run --rm --gpu --net=host --ipc=host --pid=host --entrypoint=env --volume=/home/ada:/home/ada"
+    assert step == "" and words.startswith(first) and "'--env=HF_*'" in words
+    assert words.endswith(f"--env=TOKEN vllm:1 {code} python3")
+
+
 def refused(**block: object) -> list[str]:
     deployment = Deployment("m", "one", "slurm", slurm=msgspec.convert(block, Slurm))
-    return [f"{problem.path}: {problem.message}" for problem in slurm_script.problems(deployment, RUN + "one")]
+    return [str(problem) for problem in slurm_script.problems(deployment, RUN + "one")]
 
 
-@pytest.mark.parametrize(
-    ("block", "words"),
-    [
-        ({"partition": "gpu\n#SBATCH --uid=0"}, "slurm.partition: 'gpu\\n#SBATCH --uid=0' cannot be written"),
-        ({"account": 'a"b'}, "slurm.account"),
-        ({"qos": "a b"}, "slurm.qos"),
-        ({"time": "soon"}, 'slurm.time: "soon" is no time'),
-        ({"memory": "lots"}, 'slurm.memory: "lots" is no size'),
-        ({"modules": ["cuda\nrm -rf /"]}, "slurm.modules"),
-        ({"prologue": ["export A=1\nexport B=2"]}, "slurm.prologue"),
-        ({"venv": "/x\n"}, "slurm.venv"),
-        ({"directives": ["output=/tmp/x"]}, 'slurm.directives: "output" is set by penstock'),
-        ({"directives": ["--mem=3G"]}, 'slurm.directives: "mem" is set by another field'),
-        ({"directives": ["mail-type=END\n"]}, "slurm.directives"),
-        ({"directives": ["clusters=gpu"]}, 'slurm.directives: "clusters" would send the jobs to another cluster'),
-        ({"directives": ["--cluster gpu"]}, 'slurm.directives: "cluster" would send the jobs to another cluster'),
-        ({"directives": ["-M gpu"]}, 'slurm.directives: "M" would send the jobs to another cluster'),
-        ({"directives": ["no-requeue --clusters=gpu"]}, "slurm.directives: 'no-requeue --clusters=gpu' is more than"),
-        ({"successor_s": -1}, "slurm.successor_s: -1 is below 0"),
-        ({"cpus_per_node": 0}, "slurm.cpus_per_node: 0 is below 1"),
-    ],
-)
-def test_a_word_that_would_be_another_line_is_refused(block: dict[str, object], words: str) -> None:
-    (told,) = refused(**block)
-    assert told.startswith(words)
+@pytest.mark.parametrize("case", (GOLDEN / "file_mistakes.txt").read_text("utf-8").strip().split("\n\n"))
+def test_a_word_that_would_be_another_line_is_refused(case: str) -> None:
+    block, _, problem = case.partition("\n=> ")
+    assert refused(**json.loads(block)) == [problem]
 
 
 def test_a_gateway_in_a_job_needs_keys_and_a_page_of_a_controller_there_a_login() -> None:

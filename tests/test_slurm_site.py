@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from penstock.errors import SpecError
 from penstock.hardware import Machine
 from penstock.spec import reading
 from penstock.spec.blocks import Slurm
@@ -52,8 +53,13 @@ def problems(**fields: object) -> list[str]:
     return [str(problem) for problem in slurm_site.problems(SITE, reading.from_mapping(raw))]
 
 
-def machines(site: Site | None = SITE, **fields: object) -> list[Machine]:
+def machines(site: Site = SITE, **fields: object) -> list[Machine]:
     return slurm_site.machines(site, reading.from_mapping({"model": "m/x", "target": "slurm", **fields}), VERSIONS)
+
+
+def of_file(**fields: object) -> list[Machine]:
+    wanted = reading.from_mapping({"model": "m/x", "target": "slurm", **fields})
+    return slurm_site.machines_of_file(wanted, "no sbatch here")
 
 
 def test_a_good_request_is_not_refused_and_problems_come_together() -> None:
@@ -65,14 +71,13 @@ def test_a_good_request_is_not_refused_and_problems_come_together() -> None:
     assert len(problems(hardware={"gpu": "h100-sxm"}, slurm=wrong)) == 2, "all that is wrong is told together"
 
 
-MISTAKES = (Path(__file__).parent / "golden" / "slurm" / "mistakes.txt").read_text("utf-8").strip().split("\n\n")
+MISTAKES = (Path(__file__).parent / "golden" / "slurm" / "site_mistakes.txt").read_text("utf-8").strip()
 
 
-@pytest.mark.parametrize("case", MISTAKES)
+@pytest.mark.parametrize("case", MISTAKES.split("\n\n"))
 def test_what_the_site_lacks_is_refused_with_what_it_has(case: str) -> None:
-    fields, words = case.split("\n=> ")
-    (problem,) = problems(**yaml.safe_load(fields))
-    assert words in problem
+    fields, _, problem = case.partition("\n=> ")
+    assert problems(**yaml.safe_load(fields)) == [problem]
 
 
 def test_machines_are_those_that_a_job_may_get() -> None:
@@ -82,10 +87,18 @@ def test_machines_are_those_that_a_job_may_get() -> None:
     assert first.gpus[0].memory_bytes > 79 * 2**30
     for request in ({"slurm": {"gres": "shard:8"}}, {"hardware": {"gpus_per_node": 0}}):
         assert {len(machine.gpus) for machine in machines(**request)} == {0}
-    # Without a site the file is believed.
-    assert [len(machine.gpus) for machine in machines(None, hardware={**GPUS, "nodes": 2})] == [4, 4]
-    alone = machines(None, hardware={"gpu": "h100-sxm"}, slurm={"gres": "gpu:h100:2"})
-    assert [len(machine.gpus) for machine in alone] == [2]
+    # Without a site the file is believed, and what it does not say is not known.
+    assert [len(machine.gpus) for machine in of_file(hardware={**GPUS, "nodes": 2})] == [4, 4]
+    (alone,) = of_file(hardware={"gpu": "h100-sxm"}, slurm={"gres": "gpu:h100:2"})
+    assert (len(alone.gpus), alone.memory_bytes, alone.gpus[0].memory_bytes) == (2, None, first.gpus[0].memory_bytes)
+    assert [machine.memory_bytes for machine in of_file(slurm={"memory": "64G"})] == [64 * 2**30]
+    with pytest.raises(SpecError) as caught:
+        of_file(slurm={"gres": "gpu:4"})
+    (problem,) = caught.value.problems
+    assert (problem.path, "nothing else tells the memory of the GPUs: no sbatch" in problem.message) == (
+        "hardware.gpu",
+        True,
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,15 @@ import concurrent.futures
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
 
 import pytest
-from hosts import Host
+from hosts import MACHINES, Host
 from hosts_slurm import PROCTRACKS
+from kubernetes_real_image import PACKAGES, files_of
 from slurm_cluster import ENV, Desk
 
 pytestmark = pytest.mark.hosts
@@ -45,6 +47,28 @@ def test_target_keeps_its_contract(desk: Desk) -> None:
     file = desk.write(gateway={"on": "job", "auth": "keys", "drain_s": 2})
     desk.python(CONFORMANCE, file)
     assert desk.left() == []
+
+
+@pytest.mark.parametrize(
+    ("runtime", "image"), [("apptainer", "/root/vllm.sif"), ("pyxis", "ghcr.io#a/b:1"), ("podman-hpc", "a/b:1")]
+)
+def test_an_image_without_penstock_serves(desk: Desk, runtime: str, image: str) -> None:
+    """The runtimes are stand-ins. They show their processes only what is mounted, and a Python like vLLM's."""
+    desk.slurm.login.run([sys.executable, "-m", "venv", "--without-pip", "/root/image"])
+    (site,) = desk.home.glob("image/lib/python*/site-packages")
+    for path, name in [row for package in PACKAGES for row in files_of(package)]:
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_bytes(path.read_bytes())
+    (desk.home / "bin").mkdir(exist_ok=True)
+    for name in ("apptainer", "podman-hpc", "srun", "pyxis"):
+        shutil.copy(MACHINES / "container_runtime.sh", desk.home / "bin" / name)
+    block = {"container": image, "container_runtime": runtime, "prologue": ["export SAID=once"]}
+    desk.up(desk.write(slurm=block, engine={"env": {"NCCL_DEBUG": "INFO"}}))
+    assert desk.answer().startswith("1:tell 2:me")
+    desk.down()
+    assert image in (desk.home / "containers.log").read_text()
+    for name in ("bin", "image"):
+        shutil.rmtree(desk.home / name)
 
 
 @both

@@ -237,13 +237,13 @@ def test_a_host_that_cannot_be_used_is_refused_with_its_reason(
     """Nothing is started: the first question is the last."""
     asked = list[str]()
 
-    def popen(_: Ssh, host: str, words: Sequence[str], stdout: IO[bytes], stderr: IO[bytes]) -> SimpleNamespace:
-        asked.append(host)
+    def run(argv: Sequence[str], stdout: IO[bytes], stderr: IO[bytes], **_: object) -> SimpleNamespace:
+        asked.append(argv[-2])
         stdout.write(done.out)
         stderr.write(done.err.encode())
-        return SimpleNamespace(returncode=done.code, communicate=lambda *_, **__: None)
+        return SimpleNamespace(returncode=done.code)
 
-    monkeypatch.setattr(Ssh, "popen", popen)
+    monkeypatch.setattr("subprocess.run", run)
     (problem,) = OverSsh().check(deployment(target="ssh", ssh={"hosts": ["node1"], "python": "py"}))
     assert f"{problem.path}: {problem.message}".startswith(f"ssh.{said}") and hint in str(problem.hint)
     assert asked == ["node1"]

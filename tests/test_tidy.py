@@ -87,8 +87,8 @@ MAY_IMPORT_HEAVY = {
     for name in ("layout", "chat_tab", "completion_tab", "compare_tab", "elsewhere_tab", "settings_panel")
 }
 # Modules of the room that are no target: the ssh program, the verbs on a login node, ports that lead elsewhere,
-# images, the code that goes along, what an answer inside prints, waiting.
-SHARED_BY_TARGETS = {"openssh", "login", "tunnel", "images", "code_archive", "inside", "waiting"}
+# machines that are not asked, the code that goes along, what an answer inside prints, waiting.
+SHARED_BY_TARGETS = {"openssh", "login", "tunnel", "assumed", "code_archive", "inside", "waiting"}
 FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "base", "core", "types", "manager", "managers"}
 FORBIDDEN_CLASS = re.compile(r"^Abstract|Mixin$|Impl$|Manager$")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 600, 70, 8

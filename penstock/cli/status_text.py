@@ -142,10 +142,10 @@ def _need_text(plan: Plan) -> str:
 
 
 def _memory_text(machine: Machine, device: Device) -> str:
-    if device == "cpu":
-        return f"{machine.host} has {show_bytes(machine.memory_free_bytes)} free"
-    free = sum(gpu.memory_free_bytes for gpu in machine.gpus)
-    return f"{len(machine.gpus)} x {machine.gpus[0].name} in {machine.host} have {show_bytes(free)} free"
+    gpus = machine.gpus
+    free_bytes = machine.memory_free_bytes if device == "cpu" else sum(gpu.memory_free_bytes for gpu in gpus)
+    has = f"{machine.host} has" if device == "cpu" else f"{len(gpus)} x {gpus[0].name} in {machine.host} have"
+    return f"{has} {'an unknown amount' if machine.assumed or free_bytes is None else show_bytes(free_bytes)} free"
 
 
 def list_text(rows: Sequence[tuple[Run, State]]) -> str:

@@ -191,8 +191,7 @@ def scale(recent: Recent, state: State, policy: Policy, now: float) -> Decision:
     samples = sorted((sample for sample in recent.samples if sample.t <= now + STALE_S), key=_moment)
     before = _before(state, samples, asked)
     if not samples or now - samples[-1].t > STALE_S:
-        reason = f"keeps {before}: no sample for {STALE_S:g} s"
-        return _decided(state, max(before, _floor(policy, now)), asked, reason)
+        return _decided(state, max(before, _floor(policy, now)), asked, f"keeps {before}: no sample for {STALE_S:g} s")
     new = [sample for sample in samples if state.t is None or sample.t > state.t]
     if not new:
         return _decided(state, before, asked, f"keeps {before}: no sample since the last decision")

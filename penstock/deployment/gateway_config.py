@@ -10,7 +10,7 @@ from penstock.gateway.config import GatewayConfig, ServedModel, Slo
 from penstock.observe import names as metrics
 from penstock.planner import Plan
 from penstock.run_folder import Run
-from penstock.spec.deployment import Deployment, store_file
+from penstock.spec.deployment import Deployment
 from penstock.spec.gateway import STDERR, GatewaySettings
 
 
@@ -25,7 +25,7 @@ def make(run: Run, deployment: Deployment, plan: Plan, addresses: Addresses) -> 
     """The whole config. Files that the deployment names are those of this machine."""
     spec, names = deployment.gateway, plan.served_names
     settings = {field: getattr(spec, field) for field in GatewaySettings.__struct_fields__} | {
-        "store": str(run.store_file if spec.store is None else store_file(spec.store) or spec.store),
+        "store": spec.store if "://" in (spec.store or "") else _whole_path(spec.store) or str(run.store_file),
         "tls_cert": _whole_path(spec.tls_cert),
         "tls_key": _whole_path(spec.tls_key),
         "access_log": spec.access_log if spec.access_log == STDERR else _whole_path(spec.access_log),

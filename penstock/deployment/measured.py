@@ -59,8 +59,7 @@ def keep(plan: Plan, reported: Mapping[str, float], now: float) -> Path | None:
         graphs_gib=reported.get("graphs_gib", 0.0),
     )
     cut = plan.layout
-    name = f"TP{cut.tensor}-PP{cut.pipeline}-DP{cut.data}{'-EP' if cut.expert else ''}.json"
-    path = _folder(forecast.key) / name
+    path = _folder(forecast.key) / f"TP{cut.tensor}-PP{cut.pipeline}-DP{cut.data}{'-EP' if cut.expert else ''}.json"
     if measurement.consumed_gib is None and path.exists():
         return None
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from penstock.deployment import measured
-from penstock.engines.vllm import names
+from penstock.engines.vllm import images, names
 from penstock.engines.vllm.engine import pass_through
 from penstock.errors import NotModelled, UserError
 from penstock.hardware import Gpu, Links, Machine, catalog, detect
@@ -50,12 +50,11 @@ def solve(
     kept, damage = measured.read(key) if key is not None else ({}, ())
     sizing = sizing_of(request, gpu, network, kept)
     if sizing.fits and sizing.layout is not None and key is not None:
-        expected = measured.expected(measured.planned_key(key, sizing.layout))
-        sizing = msgspec.structs.replace(sizing, start=expected)
+        sizing = msgspec.structs.replace(sizing, start=measured.expected(measured.planned_key(key, sizing.layout)))
     flags = [word for word in request.more_args if word.startswith("--") and bare_flag(word) in names.UNCOUNTED]
-    uncounted = f"the memory of {', '.join(flags)} is not modelled, and not counted" if flags else None
-    notes = (*request.facts.notes, *damage, uncounted)
-    more = tuple(note for note in notes if note is not None and note not in sizing.warnings)
+    uncounted = [f"the memory of {', '.join(flags)} is not modelled, and not counted"] if flags else []
+    notes = (*request.facts.notes, *damage, *uncounted)
+    more = tuple(note for note in notes if note not in sizing.warnings)
     return msgspec.structs.replace(sizing, warnings=(*more, *sizing.warnings)) if more else sizing
 
 
@@ -169,6 +168,7 @@ def request_of(deployment: Deployment, of_model: Facts, gpu: str) -> SizingReque
         gpus_per_node=hardware.gpus_per_node or 1,
         nodes=hardware.nodes,
         network=hardware.link,
+        engine_version=images.named_version(deployment),
         max_model_len=deployment.engine.max_model_len,
         gpu_memory_utilization=deployment.engine.gpu_memory_utilization,
         more_args=tuple(pass_through(more)),

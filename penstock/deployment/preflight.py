@@ -21,9 +21,10 @@ from penstock.hardware import Gpu, Machine, catalog
 from penstock.observe import prometheus
 from penstock.paths import free_bytes, read_token
 from penstock.planner import Plan
-from penstock.spec.deployment import Deployment, GatewaySpec, Hardware, Observe, store_file
+from penstock.spec.deployment import Deployment, GatewaySpec, Hardware, Observe
 from penstock.spec.gateway import STDERR
 from penstock.targets import Target
+from penstock.targets.assumed import gpus_of
 from penstock.text import MIB, show_bytes
 
 MIN_FREE_BYTES = 64 * MIB
@@ -38,8 +39,7 @@ def unsupported(deployment: Deployment, target: Target) -> list[Problem]:
     """Fields that the file may hold but this version, or its target, does not act on."""
     problems = []
     if deployment.gateway.on == "job" and "places-gateway" not in target.capabilities:
-        message = f'"job", but target {target.name} places no gateway'
-        problems.append(Problem("gateway.on", message, "remove it"))
+        problems.append(Problem("gateway.on", f'"job", but target {target.name} places no gateway', "remove it"))
     if deployment.replicas.actuator != "penstock" and "actuators" not in target.capabilities:
         message = f'"{deployment.replicas.actuator}", but on target {target.name} penstock sets the number'
         problems.append(Problem("replicas.actuator", message, "remove it"))
@@ -81,8 +81,7 @@ def prometheus_problems(observe: Observe) -> list[Problem]:
     """
     problems, binary, remote = [], observe.prometheus_binary, observe.remote_write
     if binary is not None and shutil.which(binary) is None:
-        message = f'there is no program "{binary}"'
-        problems.append(Problem("observe.prometheus_binary", message, prometheus.INSTALL))
+        problems.append(Problem("observe.prometheus_binary", f'there is no program "{binary}"', prometheus.INSTALL))
     if remote is not None and remote.token_file is not None:
         try:
             read_token(Path(remote.token_file).expanduser(), "remote_write token")
@@ -118,7 +117,7 @@ def gateway_problems(gateway: GatewaySpec) -> list[Problem]:
         if gateway.tls_cert and gateway.tls_key and not problems:
             open_tls(*(str(Path(name).expanduser()) for name in (gateway.tls_cert, gateway.tls_key)))
         field = "store"
-        if gateway.store is not None and store_file(gateway.store) is None:
+        if gateway.store and "://" in gateway.store:
             store.connect(gateway.store).close()
     except PenstockError as error:
         problems.append(Problem(f"gateway.{field}", error.message, error.hint))
@@ -133,10 +132,7 @@ def as_named(deployment: Deployment, machine: Machine, is_rehearsal: bool) -> Ma
     hardware = deployment.hardware
     n_said, gpus = hardware.gpus_per_node, machine.gpus
     if is_rehearsal and not gpus and hardware.gpu is not None:
-        card = catalog.gpu(hardware.gpu)
-        n_bytes = (card.memory.nvidia_smi_mib or math.ceil(card.memory.torch_total_gib * 1024)) * MIB
-        name = card.names[0] if card.names else card.id
-        gpus = tuple(Gpu(index, name, n_bytes, n_bytes) for index in range(1 if n_said is None else n_said))
+        gpus = gpus_of(hardware.gpu, 1 if n_said is None else n_said)
     if machine.unread and not gpus and n_said != 0 and deployment.engine.kind in ("auto", "vllm"):
         message = f"cannot use the GPUs of {machine.host}: it has some, and their memory is not known"
         raise UserError(message, detail="\n".join(machine.unread), hint=UNREAD)
@@ -163,7 +159,7 @@ def least(machines: Sequence[Machine]) -> Machine:
         raise UserError("cannot plan: the target has no machine", hint=hint)
     smallest = min(machines, key=lambda machine: len(machine.gpus))
     return msgspec.structs.replace(
-        min(machines, key=lambda machine: machine.memory_free_bytes),
+        min(machines, key=lambda machine: machine.memory_free_bytes or 0),
         n_cpus=min(machine.n_cpus for machine in machines),
         gpus=smallest.gpus,
         links=smallest.links,

@@ -14,7 +14,8 @@ import msgspec
 from penstock import engines, paths, targets
 from penstock.deployment import planning, preflight, ui
 from penstock.deployment.doctor.model import check_model
-from penstock.errors import Finding, PenstockError, PlanError, SpecError, UserError, together
+from penstock.engines.vllm import images
+from penstock.errors import Finding, PenstockError, PlanError, Problem, SpecError, UserError, together
 from penstock.hardware import Machine, network
 from penstock.models import facts, fetch, files, sources
 from penstock.node.checks.machine import find_weights
@@ -90,21 +91,15 @@ def prepare(
     plan = _plan_of_most(target, deployment, machine, len(machines), is_rehearsal, fetching)
     inherited = os.environ if target.is_this_machine else {}
     children = (preflight.prometheus_warning(observe), ui.warning(deployment, existing)) if is_controller_here else ()
-    warnings = [
+    warnings = (
         *plan.warnings,
-        *(f"not used: {text}" for text in least.unread if machine.gpus),
-        *target.warnings(deployment),
+        *target.warnings(deployment, plan),
         *(engines.load(plan.engine).warnings(plan) if target.is_this_machine else ()),
         *formation.variable_warnings({**inherited, **deployment.engine.variables}),
         *filter(None, children),
-    ]
-    if machine.gpus and not least.gpus and machine.assumed is None:
-        gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}"
-        warnings.append(f"{least.host} has no GPU: this is for {gpus}, as the file requires")
-    if machine.assumed is not None:
-        n_machines = f"{len(machines)} machine{'s' if len(machines) > 1 else ''}"
-        warnings.append(f"not asked: {machine.assumed}; this is for {n_machines} as the file describes them")
-    plan = msgspec.structs.replace(plan, warnings=tuple(warnings), gpu_hour_usd=gpu_hour_usd)
+        *_assumed(deployment, plan, least, machine, len(machines)),
+    )
+    plan = msgspec.structs.replace(plan, warnings=warnings, gpu_hour_usd=gpu_hour_usd)
     run_path = paths.home() / "runs" / deployment.name
     instructions = Launch(
         deployment=deployment.name,
@@ -117,6 +112,20 @@ def prepare(
         is_spread=not target.is_this_machine,
     )
     return Prepared(deployment, machine, plan, target.render(instructions, sys.executable, deployment))
+
+
+def _assumed(deployment: Deployment, plan: Plan, least: Machine, machine: Machine, n_machines: int) -> Iterator[str]:
+    """What is taken for granted of the machines, or left out: `least` is theirs, `machine` as the plan has it."""
+    yield from (f"not used: {text}" for text in least.unread if machine.gpus)
+    if machine.assumed is not None:
+        those = f"{n_machines} machine{'s' if n_machines > 1 else ''} as the file describes them"
+        those += f", of {machine.n_cpus} CPUs" if plan.device == "cpu" else ""
+        unknown = ": their memory is not known, and nothing is fitted to it" if machine.memory_bytes is None else ""
+        yield f"not asked: {machine.assumed}; this is for {those}{unknown}"
+    elif machine.gpus and not least.gpus:
+        yield f"{least.host} has no GPU: this is for {len(machine.gpus)} x {machine.gpus[0].name}, as the file requires"
+    if (image := images.image_of(deployment)) and plan.engine == "vllm" and not images.named_version(deployment):
+        yield f'image "{image}" names no version of vLLM: {plan.engine_version} is assumed (engine.version)'
 
 
 @contextlib.contextmanager
@@ -134,7 +143,8 @@ def _check_file(deployment: Deployment, target: Target, is_rehearsal: bool) -> N
     if not is_rehearsal and "controller" not in target.placed(deployment):
         problems += preflight.prometheus_problems(deployment.observe)
     if deployment.engine.kind != "auto":
-        problems += engines.load(deployment.engine.kind).problems(deployment.engine.flags)
+        engine, version = engines.load(deployment.engine.kind), images.named_version(deployment)
+        problems += engine.problems(deployment.engine.flags, version)
     if problems:
         raise SpecError(f'deployment "{deployment.name}"', problems)
 
@@ -204,7 +214,11 @@ def make_plan(
     missing = preflight.missing_engine(engine, machine)
     if missing is not None:
         raise UserError(f"cannot start engine {name}: {missing.reason}", hint=f"Install it: {missing.install}")
-    problems = engine.problems(deployment.engine.flags)
+    version = machine.versions.get(engine.package or "") or engine.version()
+    problems = engine.problems(deployment.engine.flags, version)
+    if deployment.engine.version not in (None, version, version.partition("+")[0]):
+        message = f'"{deployment.engine.version}", but {machine.host} has {version}'
+        problems.append(Problem("engine.version", message, "remove it"))
     if problems:
         raise SpecError(f'deployment "{deployment.name}"', problems)
     form = next((form for form in engine.forms if form in present), engine.forms[0])
@@ -218,8 +232,7 @@ def make_plan(
             f'cannot serve model "{deployment.model}" on engine {name}: no *.{engine.forms[0]} in "{path}"',
             hint=f"Engine {name} loads {' or '.join(engine.forms)}.",
         )
-    version = machine.versions.get(engine.package or "") or engine.version()
-    if launch.device_of(machine, name) == "cpu":
+    if name != "vllm" or not machine.gpus:
         plan = launch.make(deployment, model, machine, name, version, n_replicas)
     else:
         sized = planning.size(deployment, whole, machine, version, n_replicas)
@@ -283,7 +296,7 @@ def _freed(machine: Machine, existing: Run, n_nodes: int) -> Machine:
         ]
         return msgspec.structs.replace(machine, gpus=tuple(freed))
     held_bytes = plan.need.total_bytes * n_nodes // plan.n_nodes
-    free_bytes = min(machine.memory_bytes, machine.memory_free_bytes + held_bytes)
+    free_bytes = min(machine.memory_bytes or 0, (machine.memory_free_bytes or 0) + held_bytes)
     return msgspec.structs.replace(machine, memory_free_bytes=free_bytes)
 
 

@@ -64,7 +64,11 @@ def up(
     `fetching` hears how the model comes to this machine, where it is fetched here.
     """
     with run_folder.locked(deployment.name):
-        silence = _look_elsewhere(deployment)
+        silence: PenstockError | None = None
+        try:
+            targets.discover(deployment.name, deployment)
+        except PenstockError as exc:  # a target that does not answer is reported by its own checks, with all else
+            silence = exc
         existing, refusals = _running(deployment.name), list[PenstockError]()
         if existing is not None:
             changes = reading.differences(existing.deployment(), deployment)
@@ -95,21 +99,11 @@ def up(
                 if run.exists() and not is_roll:
                     end_run(run, now=False, on_step=None)
 
-            is_placed = "gateway" in target.placed(deployment)
             with (
                 undone(run, replaced, on_step, is_roll),
-                sockets(end, None if is_placed else addresses) as held,
+                sockets(end, None if "gateway" in target.placed(deployment) else addresses) as held,
             ):
                 return _start(prepared, held, replaced, is_roll)
-
-
-def _look_elsewhere(deployment: Deployment) -> PenstockError | None:
-    """Why it is not known whether one of that name runs that another machine started; None where it is."""
-    try:
-        targets.discover(deployment.name, deployment)
-    except PenstockError as exc:  # a target that does not answer is reported by its own checks, with all else
-        return exc
-    return None
 
 
 def _running(name: str) -> Run | None:
@@ -148,8 +142,7 @@ def _start(prepared: Prepared, held: Sequence[socket.socket], replaced: Desired 
             with contextlib.closing(store.connect(place)) as database:
                 keys = KeyStore(database)
                 has_first = any(key.name == "first" and key.revoked_at is None for key in keys.all())
-                # Clients of the one that this replaces have it already.
-                key = None if has_first and replaced is not None else keys.renew("first", 0.0, time.time())
+                key = None if has_first and replaced else keys.renew("first", 0.0, time.time())  # clients go on with it
         if run.places("gateway"):
             store.share(place)
     launch(run, held)

@@ -169,8 +169,8 @@ class Engine(ABC):
         return form in self.forms
 
     @abstractmethod
-    def problems(self, args: dict[str, Scalar | list[Scalar]]) -> list[Problem]:
-        """What is wrong with pass-through arguments: flags that are gone, or that penstock sets itself."""
+    def problems(self, args: dict[str, Scalar | list[Scalar]], version: str | None = None) -> list[Problem]:
+        """What is wrong with pass-through arguments in that version, or the one that is installed here."""
 
     def warnings(self, plan: Plan) -> tuple[str, ...]:
         """What this engine, as it is installed here, cannot do for a plan that it will serve."""

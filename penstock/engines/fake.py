@@ -34,7 +34,7 @@ class Fake(Vllm):
     def why_sleepless(self, plan: Plan) -> str | None:
         return None
 
-    def problems(self, args: dict[str, Scalar | list[Scalar]]) -> list[Problem]:
+    def problems(self, args: dict[str, Scalar | list[Scalar]], version: str | None = None) -> list[Problem]:
         return []
 
     def command(self, plan: Plan, place: Place) -> Command:

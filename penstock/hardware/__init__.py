@@ -13,13 +13,13 @@ class Gpu(msgspec.Struct, frozen=True):
 class Machine(msgspec.Struct, frozen=True):
     """One node as its target reports it; free memory is what a new process could get without swapping.
     `versions`: of "python", "penstock", and of installed "vllm", "ray", "torch"; empty when not asked. `assumed`: why
-    it could not be asked; then all this is what the file says, with the newest vLLM. `unread`: GPUs that are there and
-    not understood, each with what is not known of it."""
+    it could not be asked; then all this is what the file says, and memory None where it says nothing. `unread`: GPUs
+    that are there and not understood, each with what is not known of it."""
 
     host: str
     n_cpus: int
-    memory_bytes: int
-    memory_free_bytes: int
+    memory_bytes: int | None
+    memory_free_bytes: int | None
     gpus: tuple[Gpu, ...] = ()
     links: Links | None = None
     versions: dict[str, str] = {}

@@ -76,6 +76,11 @@ def parse_version(text: str) -> tuple[int, int, int]:
     return int(match[1]), int(match[2]), int(match[3] or 0)
 
 
+def is_since(version: str, least: tuple[int, ...], otherwise: bool = False) -> bool:
+    """Return whether a version has what `least` brought; `otherwise` for a build of one's own, which does not say."""
+    return parse_version(version) >= least if _VERSION.match(version) else otherwise
+
+
 @functools.lru_cache(maxsize=256)
 def profile(version: str | None = None) -> EngineProfile:
     """The rules of `version` ("0.33", "0.11.2.post1"), None for the newest.  Raises NotModelled outside the table."""

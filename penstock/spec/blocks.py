@@ -36,10 +36,8 @@ class Ssh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RayCluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A Ray cluster that runs already. `address`: its Jobs API, http://host:8265.
-
-    `runtime_env` is Ray's own. `python`: the interpreter on its machines that has penstock and the engine; Ray's own
-    when absent.
+    """A Ray cluster that runs already. `address`: its Jobs API, http://host:8265. `runtime_env` is Ray's own. `python`:
+    the interpreter on its machines that has penstock and the engine; Ray's own when absent.
     """
 
     address: str = "http://127.0.0.1:8265"
@@ -51,10 +49,12 @@ class Slurm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Jobs of Slurm: one for each replica, of `hardware.nodes` nodes. Words are sbatch's own.
 
     `login`: the login node by ssh, when penstock does not run there itself; `ssh_config` in place of ~/.ssh/config.
-    `directives`: further #SBATCH lines, as they follow `--`. `modules`, `conda`, `venv`: loaded in this order, then the
-    lines of `prologue`. `container`: an Apptainer image that node and engine run in. `python`: the interpreter on the
-    nodes that has penstock and the engine; that of the login node when absent. `successor_s`: so long before the time
-    limit the next job is submitted; twice the time that a start took when absent. `gateway_partition`: for the
+    `directives`: further #SBATCH lines, as they follow `--`. `modules` (`cuda/12.4`, `use /modules`, `--force purge`),
+    `conda`, `venv`: loaded in this order, then the lines of `prologue`. `container`: an image with the engine, which
+    gets penstock: a file or URI for Apptainer, [REGISTRY#]NAME:TAG or a squashfs file for Pyxis, a name for Podman-HPC.
+    `container_flags`: more flags of `apptainer exec`, srun or `podman-hpc run`. `python`: the interpreter on the nodes
+    that has penstock and the engine, or the image's; that of the login node when absent. `successor_s`: so long before
+    the time limit the next job is submitted; twice the time that a start took when absent. `gateway_partition`: for the
     gateway's job (gateway.on: job), which needs no GPU; without it that is `partition`, with `qos` and `directives`
     too. `controller: job` puts the controller into a job like the gateway's, so that nothing of the deployment stays on
     the login node.
@@ -77,6 +77,8 @@ class Slurm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     conda: str | None = None
     venv: str | None = None
     container: str | None = None
+    container_runtime: Literal["apptainer", "pyxis", "podman-hpc"] = "apptainer"
+    container_flags: tuple[str, ...] = ()
     prologue: tuple[str, ...] = ()
     python: str | None = None
     successor_s: float | None = None

@@ -82,10 +82,12 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     one node and ray across nodes. `join_timeout_s`: how long the first node waits for the others. `ray_dashboard_host`:
     by Ray's dashboard one can run code on the nodes. It asks for a token (`penstock dashboard NAME --ray 0`; Ray before
     2.52 does not), which is sent unencrypted, so keep it on loopback. `load`: how vLLM reads the weights, one of its
-    load formats (`safetensors` is the plain one); auto measures the disk of each node and chooses.
+    load formats (`safetensors` is the plain one); auto measures the disk of each node and chooses. `version`: of vLLM
+    in an image whose tag does not tell it, or in the public one.
     """
 
     kind: Literal["auto", "vllm", "llamacpp", "fake"] = "auto"
+    version: str | None = None
     load: str = "auto"
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.92
@@ -309,8 +311,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def chat_page(self) -> Ui | None:
-        """The settings of the chat page, with `login` filled in, and the path at which a cluster shows it to clients
-        outside; None without one."""
+        """The settings of the chat page, with `login` and the path behind a cluster's Ingress filled in, if any."""
         if self.ui is False:
             return None
         page = Ui() if self.ui is True else self.ui
@@ -331,8 +332,3 @@ def default_name(model: str) -> str:
 def is_legal_name(name: str) -> bool:
     """Whether a deployment may have that name, which is also the name of its folder."""
     return _NAME.match(name) is not None
-
-
-def store_file(store: str) -> Path | None:
-    """The whole path of a `gateway.store` that is a file; None for a URL."""
-    return None if "://" in store else Path(store).expanduser().resolve()

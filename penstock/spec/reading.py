@@ -333,6 +333,7 @@ _ENGINE_URL = re.compile(r"(http://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5}
 # Texts by path, what is said of others, and an example.
 _PATTERNS = {
     "engine.load": (r"[a-z0-9_]+", "is not a load format", "runai_streamer"),
+    "engine.version": (r"\d+\.\d+\.\d+[\w.+]*", "is no version of an engine", '"0.33.0"'),
     # https://prometheus.io/docs/prometheus/latest/storage/#operational-aspects
     "observe.retention": (r"([0-9]{1,9}(ms|[smhdwy]))+", "is no time of Prometheus", "15d"),
     "observe.retention_size": (r"[0-9]{1,9}([KMGTPE]?B)", "is no size of Prometheus", "1GB"),
@@ -342,9 +343,9 @@ _PATTERNS = {
 # Lower bounds (inclusive) by path; checked after the types.
 _AT_LEAST = {
     0: r"hardware\.(gpus_per_node|price_per_gpu_hour)|engine\.drain_s|replicas\.(min|idle_s)|workload\.(ttft|tpot)_ms"
-    r"|gateway\.(hold_s|drain_s|price\.(input|output|cached))|(gateway|observe|ui)\.port",
+    r"|gateway\.(hold_s|drain_s|price\.(input|output|cached))|(gateway|observe|ui)\.port|slurm\.successor_s",
     1: r"hardware\.nodes|parallel\.(tensor|pipeline|data)|workload\.(input_tokens|output_tokens|concurrency)"
-    r"|engine\.(max_model_len|start_timeout_s|join_timeout_s|stall_s|sleep\.after_s)|replicas\.max|gateway\.(ledger_days|keys_stale_s)",
+    r"|engine\.(max_model_len|start_timeout_s|join_timeout_s|stall_s|sleep\.after_s)|replicas\.max|gateway\.(ledger_days|keys_stale_s)|slurm\.cpus_per_node",
 }
 
 

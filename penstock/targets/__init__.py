@@ -17,12 +17,11 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 import msgspec
 
 from penstock.errors import Finding, PenstockError, Problem, UserError
-from penstock.hardware import Gpu, Machine, detect
+from penstock.hardware import Machine
 from penstock.paths import home
-from penstock.planner.engine_versions import NEWEST
+from penstock.planner import Plan
 from penstock.run_folder import Artifact, Desired, Handle, Kind, Launch, Left, Listen, Run, Unit
 from penstock.spec.deployment import Deployment, is_legal_name
-from penstock.text import GIB
 from penstock.wire.announcement import Restart
 
 # name -> "module:Class"
@@ -35,7 +34,6 @@ TABLE = {
     "ssh": "penstock.targets.ssh.target:OverSsh",
     "vessl": "penstock.targets.vessl.target:OnVessl",
 }
-_CPUS, _MEMORY_BYTES, _GPU_BYTES = 64, 1024 * GIB, 80 * GIB  # of a machine that was not asked
 # "survey": runs a program on the nodes, for `doctor`. "places-gateway": takes gateway.on: job. "tunnels": its gateway
 # is reached by `tunnel` and `inside`. "keeps-weights": it keeps weights of a deployment beyond its end. "actuators":
 # another autoscaler of the place may set the number of replicas. "measures": `doctor` may start small workloads there.
@@ -134,7 +132,7 @@ class Facts:
         """How long a replica may run, and the field of the file that says so."""
         return None
 
-    def warnings(self, deployment: Deployment) -> tuple[str, ...]:
+    def warnings(self, deployment: Deployment, plan: Plan) -> tuple[str, ...]:
         """What is legal in the file and may still surprise."""
         return ()
 
@@ -163,7 +161,7 @@ class Target(Facts, ABC):
     @abstractmethod
     def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
         """The machines a replica may use, as they are now; in a rehearsal where the target cannot be asked, those that
-        the file describes (`machines_of_file`)."""
+        the file describes (`assumed.machines_of_file`)."""
 
     def survey(self, deployment: Deployment, argv: Sequence[str], timeout_s: float) -> list[Surveyed]:
         """What `python ARGV` prints on the nodes that replicas may use, all asked at the same time.
@@ -254,21 +252,6 @@ class Target(Facts, ABC):
 
     def end_weights(self, run: Run) -> None:
         """Remove the weights that it keeps for an ended deployment. Only with the capability "keeps-weights"."""
-
-
-def machines_of_file(deployment: Deployment, names: Sequence[str], reason: str) -> list[Machine]:
-    """Machines of these names as the file describes them, where they cannot be asked. Cards that the file names are
-    added by planning (`preflight.as_named`). Pure."""
-    hardware = deployment.hardware
-    n_gpus = 0 if hardware.gpu is not None else hardware.gpus_per_node or 0
-    gpus = tuple(Gpu(index, "GPU", _GPU_BYTES, _GPU_BYTES) for index in range(n_gpus))
-    machines = [Machine(name, _CPUS, _MEMORY_BYTES, _MEMORY_BYTES, gpus) for name in names]
-    return [assumed(machine, reason) for machine in machines]
-
-
-def assumed(machine: Machine, reason: str) -> Machine:
-    """A machine that could not be asked, for that reason."""
-    return msgspec.structs.replace(machine, versions={**detect.versions(), "vllm": NEWEST}, assumed=reason)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -50,3 +51,11 @@ def code_archive(with_model: bool = False) -> CodeArchive:
             entry.external_attr = 0o644 << 16
             whole.writestr(entry, data)
     return CodeArchive(digest.hexdigest()[:10], stream.getvalue())
+
+
+def unpack(path: Path) -> None:
+    """Make a folder with the code, whole or not at all, unless it exists. It is for PYTHONPATH."""
+    if not path.exists():
+        fresh = Path(tempfile.mkdtemp(dir=path.parent))
+        zipfile.ZipFile(io.BytesIO(code_archive().data)).extractall(fresh)
+        fresh.rename(path)

@@ -100,20 +100,16 @@ def _started_before(run: Run, name: str) -> dict[str, dict[str, Any]]:
     """The entry of a replica that a controller started and, killed, did not note."""
     for process in processes.find_marked(str(run.path), name):
         if process.role == "node":
-            gpus = processes.environment(process).get("CUDA_VISIBLE_DEVICES", "") if _on_gpus(run) else ""
+            gpus = processes.environment(process).get("CUDA_VISIBLE_DEVICES", "") if run.plan().device == "cuda" else ""
             facts = Process(process.pid, process.started_at, process.role)
             return {name: {**msgspec.to_builtins(facts), "gpus": [int(index) for index in gpus.split(",") if index]}}
     return {}
 
 
-def _on_gpus(run: Run) -> bool:
-    return run.plan().device == "cuda"
-
-
 def _choose_gpus(run: Run, entries: dict[str, dict[str, Any]]) -> list[int]:
     """The GPUs for one more replica: free ones that no replica of the run has. None on a machine without GPUs."""
     plan = run.plan()
-    if not _on_gpus(run):
+    if plan.device != "cuda":
         return []
     taken = {index for entry in entries.values() for index in entry.get("gpus", ())}
     usable = usable_gpus(this_machine(), plan.gpu_memory_utilization)

@@ -19,38 +19,17 @@ from typing import IO, NamedTuple, TypeVar
 
 from penstock import processes
 from penstock.errors import PenstockError
+from penstock.hardware.catalog import read_yaml
 from penstock.log_lines import last_words
 from penstock.paths import control_folder, home, is_private, make_private
 from penstock.wire.structs import prepare_loaded
 
-_CONNECT_S = 5
-_SILENCE_S = 3  # three of these without a word from the host end a connection
-_PATIENT_CONNECT_S, _PATIENT_SILENCE_S = 20, 15  # for a person
+# To connect, and without a word from the host: three such silences end a connection. For programs and for a person.
+_ALONE_S, _PATIENT_S = (5, 3), (20, 15)
+_ALONE = dict.fromkeys(("ForwardX11", "ForwardAgent", "PermitLocalCommand", "RequestTTY"), "no")
 _NO_LOGIN = 255  # ssh's own exit code: it did not get as far as the command
 _LEGAL = re.compile(r"(ssh://)?([A-Za-z0-9_][\w.+-]*@)?(\[[0-9A-Fa-f:.]+(%\w+)?\]|[A-Za-z0-9_][\w.:-]*)(:\d+)?/?\Z")
 T = TypeVar("T")
-
-# What ssh says -> what it means and what to do. The first that is found in its complaint counts.
-# https://github.com/openssh/openssh-portable: ssh.c, sshconnect.c, sshconnect2.c, clientloop.c.
-_COMPLAINTS = (
-    ("host identification has changed", "its host key is not the one that is known", "If that is right: ssh-keygen -R"),
-    ("host key verification failed", "its host key is not known", "Log in once by hand: ssh"),
-    ("permission denied", "it refuses our key", "Load the key (ssh-add), or name it in ~/.ssh/config: IdentityFile"),
-    ("could not resolve hostname", "there is no such host", "Check the name, or describe it in ~/.ssh/config"),
-    ("no route to host", "there is no way to it", "Is the host on, and the VPN?"),
-    ("network is unreachable", "there is no way to it", "Is the host on, and the VPN?"),
-    ("connection refused", "nothing listens for ssh there", "Is sshd running there, and the port right?"),
-    ("timed out", "it does not answer", "Is the host on? A firewall, or a jump host that is missing (ProxyJump)?"),
-    ("not responding", "it does not answer any more", "Is the host on?"),
-    ("bad configuration option", "ssh does not understand its configuration", "Check the file ssh.config"),
-    ("can't open user config file", "the file ssh.config is not there", "Check its path"),
-    ("no space left on device", "its disk is full", "Free space there, or set ssh.folder to another disk"),
-    ("disk quota exceeded", "its disk is full", "Free space there, or set ssh.folder to another disk"),
-    ("read-only file system", "its disk cannot be written", "Set ssh.folder to a folder that can"),
-    ("connection closed", "it closed the connection", "Look into its log of sshd"),
-    ("connection reset", "it closed the connection", "Look into its log of sshd"),
-    ("broken pipe", "it closed the connection", "Is the host on?"),
-)  # fmt: skip
 
 
 class HostError(PenstockError):
@@ -82,7 +61,7 @@ def short_name(host: str) -> str:
 def reading(complaint: str) -> tuple[str, str | None]:
     """What a complaint of ssh or of a host's shell means, and what to do. Pure."""
     lower = complaint.lower()
-    for sign, meaning, hint in _COMPLAINTS:
+    for sign, meaning, hint in read_yaml("penstock.targets", "ssh_complaints.yaml"):
         if sign in lower:
             return meaning, hint
     return last_words(complaint.splitlines(), signs=()) or "ssh printed nothing", None
@@ -109,32 +88,22 @@ class Ssh:
     def argv(self, host: str, shares: bool = True, more: Sequence[str] = ()) -> list[str]:
         """The words before the command, with `more` options. Unless interactive, ssh fails where it would ask."""
         assert is_legal(host), host
-        options: dict[str, str | int]
-        if self._is_interactive:
-            options = {"ConnectTimeout": _PATIENT_CONNECT_S, "ServerAliveInterval": _PATIENT_SILENCE_S}
-            options |= {"ServerAliveCountMax": 3}
-        else:
-            options = {
-                "BatchMode": "yes",
-                "ConnectTimeout": _CONNECT_S,
-                "ServerAliveInterval": _SILENCE_S,
-                "ServerAliveCountMax": 3,
-                "ForwardX11": "no",
-                "ForwardAgent": "no",
-                "PermitLocalCommand": "no",
-                "RequestTTY": "no",
-            }
-            if shares:
-                # Ports that ~/.ssh/config forwards are for people: a second connection would fail on them.
-                options |= {"ClearAllForwardings": "yes"}
-                options |= {"ControlMaster": "auto", "ControlPersist": 60, "ControlPath": f"{self._folder}/%C"}
-            else:
-                options |= {"ControlMaster": "no", "ControlPath": "none"}
+        connect_s, silence_s = _PATIENT_S if self._is_interactive else _ALONE_S
+        options: dict[str, object] = {"ConnectTimeout": connect_s}
+        options |= {"ServerAliveInterval": silence_s, "ServerAliveCountMax": 3}
+        if not self._is_interactive:
+            options |= {"BatchMode": "yes", **_ALONE}
+            options |= {"ControlMaster": "auto", "ControlPersist": 60} if shares else {"ControlMaster": "no"}
+            options |= {"ControlPath": f"{self._folder}/%C" if shares else "none"}
+            # Ports that ~/.ssh/config forwards are for people: a second connection would fail on them.
+            options |= {"ClearAllForwardings": "yes"} if shares else {}
         words = ["ssh", *(["-F", self._config] if self._config else [])]
         words += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         return [*words, *more, "--", host]
 
-    def popen(self, host: str, words: Sequence[str], stdout: int | IO[bytes], stderr: int | IO[bytes]) -> Piped:
+    def popen(
+        self, host: str, words: Sequence[str], stdout: int | IO[bytes], stderr: int | IO[bytes]
+    ) -> subprocess.Popen[bytes]:
         """Start a command whose input stays open: on the host it reads an end when we stop."""
         self._make_folder()
         argv = [*self.argv(host), shlex.join(words)]
@@ -145,19 +114,16 @@ class Ssh:
 
         Raises HostError when the host could not be reached; the exit code is the command's.
         """
+        self._make_folder()
+        argv, env = [*self.argv(host), shlex.join(words)], self._env
         with _memory_file() as out, _memory_file() as err:
-            child = self.popen(host, words, out, err)
             try:
-                child.communicate(given, timeout=timeout_s)
-            except BaseException as exc:
-                child.kill()
-                child.wait()
-                if isinstance(exc, subprocess.TimeoutExpired):
-                    raise _away(host, f"no answer within {timeout_s:.0f} s: timed out") from None
-                raise
+                code = subprocess.run(argv, input=given, stdout=out, stderr=err, env=env, timeout=timeout_s).returncode
+            except subprocess.TimeoutExpired:
+                raise _away(host, f"no answer within {timeout_s:.0f} s: timed out") from None
             out.seek(0)
             err.seek(0)
-            done = Done(child.returncode, out.read(), err.read().decode("utf-8", "replace"))
+            done = Done(code, out.read(), err.read().decode("utf-8", "replace"))
         if done.code == _NO_LOGIN or done.code < 0:
             raise _away(host, done.err)
         return done
@@ -194,9 +160,6 @@ class Ssh:
         make_private(self._folder, self._env.get(processes.MARK_RUN, home() / "runs" / "none"))
 
 
-Piped = subprocess.Popen[bytes]
-
-
 def _memory_file() -> IO[bytes]:
     """Not a pipe: a connection that is left open for others holds the error output open too. No disk can be full."""
     if hasattr(os, "memfd_create"):
@@ -216,8 +179,7 @@ def failed(host: str, what: str, done: Done) -> HostError:
 def _away(host: str, complaint: str) -> HostError:
     meaning, hint = reading(complaint)
     name = short_name(host)
-    if hint is not None and hint.endswith((": ssh", "keygen -R")):
-        hint += f" {name}" if hint.endswith("-R") else f" {host}"
+    hint = hint and hint.replace("HOST", host).replace("NAME", name)
     message = f"{name} cannot be reached over ssh: {meaning}"
     return HostError(message, detail=_last_lines(complaint), hint=hint, is_retryable=True)
 

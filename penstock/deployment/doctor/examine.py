@@ -28,6 +28,7 @@ from penstock.deployment.doctor import nodes as node_findings
 from penstock.deployment.doctor.model import ModelCheck, check_model
 from penstock.deployment.doctor.network import Route
 from penstock.deployment.doctor.nodes import SurveyedNode
+from penstock.engines.vllm import images
 from penstock.errors import Finding, PenstockError, SpecError, UserError
 from penstock.hardware import Interface
 from penstock.hardware import network as hardware_network
@@ -137,14 +138,14 @@ def _port(deployment: Deployment | None) -> Finding:
 
 def _here(target: Target, deployment: Deployment) -> list[Finding]:
     """What `up` needs of this machine, and which fields of the file this version or its target refuses."""
-    is_gateway_here = "gateway" not in target.placed(deployment)
-    findings = [_PYTHON, _disk(), *([_port(deployment)] if is_gateway_here else [])]
+    findings = [_PYTHON, _disk(), *([] if "gateway" in target.placed(deployment) else [_port(deployment)])]
     findings += map(_engine, _ENGINES) if target.is_this_machine else ()
     problems = preflight.unsupported(deployment, target)
     try:
         problems += target.check(deployment)
         if deployment.engine.kind != "auto":
-            problems += engines.load(deployment.engine.kind).problems(deployment.engine.flags)
+            engine, flags = engines.load(deployment.engine.kind), deployment.engine.flags
+            problems += engine.problems(flags, images.named_version(deployment))
     except PenstockError as error:
         findings.append(_of_error("target", error))
     return [*findings, *(Finding("file", "bad", str(replace(each, hint=None)), each.hint) for each in problems)]

@@ -91,9 +91,9 @@ def of_environment(environment: Mapping[str, str], where: str) -> list[Finding]:
 
 def _memory(node: SurveyedNode) -> Iterator[Finding]:
     machine = node.check.facts.machine
-    text = f"{show_bytes(machine.memory_free_bytes)} free of {show_bytes(machine.memory_bytes)}, {machine.n_cpus} CPUs"
-    state: State = "bad" if machine.memory_free_bytes < _MIN_MEMORY_BYTES else "ok"
-    yield Finding("memory", state, text, "End the processes that hold the memory.")
+    free_bytes, cure = machine.memory_free_bytes or 0, "End the processes that hold the memory."
+    text = f"{show_bytes(free_bytes)} free of {show_bytes(machine.memory_bytes or 0)}, {machine.n_cpus} CPUs"
+    yield Finding("memory", "bad" if free_bytes < _MIN_MEMORY_BYTES else "ok", text, cure)
 
 
 def shared_memory(free_bytes: int, total_bytes: int, n_gpus: int) -> Finding:
@@ -236,8 +236,7 @@ def _engine(node: SurveyedNode, deployment: Deployment) -> Iterator[Finding]:
     versions, kind = node.check.facts.machine.versions, deployment.engine.kind
     is_vllm = kind == "vllm" or (kind == "auto" and (node.check.facts.machine.gpus or deployment.hardware.nodes > 1))
     if is_vllm and "vllm" not in versions:
-        cure = "Run pip install vllm on that node, for the same Python."
-        yield Finding("engine", "bad", "vLLM is not installed", cure)
+        yield Finding("engine", "bad", "vLLM is not installed", "Run pip install vllm there, for the same Python.")
     elif is_vllm:
         yield Finding("engine", "ok", f"vLLM {versions['vllm']}")
     is_ray = deployment.engine.executor == "ray" or (

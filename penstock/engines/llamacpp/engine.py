@@ -96,7 +96,7 @@ class LlamaCpp(Engine):
     def version(self) -> str:
         return metadata.version("xllamacpp")
 
-    def problems(self, args: dict[str, Scalar | list[Scalar]]) -> list[Problem]:
+    def problems(self, args: dict[str, Scalar | list[Scalar]], version: str | None = None) -> list[Problem]:
         problems = []
         for key in args:
             flag = bare_flag(key)

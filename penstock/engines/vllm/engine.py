@@ -28,10 +28,10 @@ from penstock.engines import (
     how_it_ended,
 )
 from penstock.engines.vllm import load_format, names, serve_flags, trial
-from penstock.errors import NotModelled, Problem
+from penstock.errors import Problem
 from penstock.planner import Plan
 from penstock.planner.architecture import dense
-from penstock.planner.engine_versions import parse_version
+from penstock.planner.engine_versions import is_since
 from penstock.spec.deployment import Scalar
 from penstock.text import bare_flag
 from penstock.wire.announcement import Progress
@@ -80,11 +80,11 @@ class Vllm(Engine):
         is_dummy = any(args.get(key) == "dummy" for key in ("load-format", "load_format"))
         return form in self.forms or (form == "none" and is_dummy)
 
-    def problems(self, args: dict[str, Scalar | list[Scalar]]) -> list[Problem]:
-        problems = []
+    def problems(self, args: dict[str, Scalar | list[Scalar]], version: str | None = None) -> list[Problem]:
+        problems, version = [], version or self.version()
         for key in args:
             flag = bare_flag(key)
-            if flag in names.GONE:
+            if flag in names.GONE and is_since(version, names.GONE_SINCE.get(flag, ()), True):
                 problems.append(Problem(f"engine.args.{key}", "vLLM no longer has this flag", names.GONE[flag]))
             elif flag in names.OURS:
                 problems.append(Problem(f"engine.args.{key}", "penstock sets this flag", f"use {names.OURS[flag]}"))
@@ -103,7 +103,7 @@ class Vllm(Engine):
     def can_choose_load(self, plan: Plan) -> bool:
         if plan.model.form != "safetensors" or any(bare_flag(key) in names.LOAD_FLAGS for key in plan.args):
             return False
-        if not _is_since(plan.engine_version, names.LOAD_SINCE):
+        if not is_since(plan.engine_version, names.LOAD_SINCE):
             return False
         folder = Path(plan.model.path)
         try:
@@ -128,7 +128,7 @@ class Vllm(Engine):
     def why_sleepless(self, plan: Plan) -> str | None:
         if plan.device != "cuda":
             return "vLLM sleeps on GPUs alone"
-        if not _is_since(plan.engine_version, names.SLEEP_SINCE):
+        if not is_since(plan.engine_version, names.SLEEP_SINCE):
             least = ".".join(map(str, names.SLEEP_SINCE))
             return f"vLLM {plan.engine_version} is older than {least}, or its version is not known"
         if plan.n_nodes > 1:
@@ -156,8 +156,9 @@ class Vllm(Engine):
         argv = [place.python, "-m", PROGRAM, "serve", plan.model.path]
         argv += [names.FLAGS["served_names"], *plan.served_names]
         argv += [names.FLAGS["host"], place.host, names.FLAGS["port"], str(place.port)]
-        argv += [names.FLAGS["unlogged_routes"], names.UNLOGGED_ROUTES, names.FLAGS["cached_tokens"]]
-        argv += engine_flags(plan)
+        routes = [names.FLAGS["unlogged_routes"], names.UNLOGGED_ROUTES]
+        argv += routes if is_since(plan.engine_version, names.UNLOGGED_SINCE) else [names.FLAGS["unlogged"]]
+        argv += [names.FLAGS["cached_tokens"], *engine_flags(plan)]
         argv += _node_flags(plan, place)
         argv += _bucket_flags(plan)
         argv += pass_through(plan.args)
@@ -263,20 +264,13 @@ def _node_flags(plan: Plan, place: Place) -> list[str]:
 
 def _bucket_flags(plan: Plan) -> list[str]:
     """Histograms with bounds for fast models and with the promised latencies among them."""
-    if _is_given(plan, "buckets") or not _is_since(plan.engine_version, names.BUCKETS_SINCE):
+    if _is_given(plan, "buckets") or not is_since(plan.engine_version, names.BUCKETS_SINCE):
         return []
     gaps_s, firsts_s = set(names.TOKEN_GAP_BUCKETS_S), set(names.FIRST_TOKEN_BUCKETS_S)
     gaps_s |= {plan.tpot_ms / 1000} if plan.tpot_ms else set()
     firsts_s |= {plan.ttft_ms / 1000} if plan.ttft_ms else set()
     families = {names.TOKEN_GAP_FAMILY: sorted(gaps_s), names.FIRST_TOKEN_FAMILY: sorted(firsts_s)}
     return [names.FLAGS["buckets"], json.dumps(families, separators=(",", ":"))]
-
-
-def _is_since(version: str, least: tuple[int, int]) -> bool:
-    try:
-        return parse_version(version)[:2] >= least
-    except NotModelled:  # a build of one's own
-        return False
 
 
 def _is_given(plan: Plan, name: str) -> bool:
@@ -302,7 +296,8 @@ def _device_flags(plan: Plan) -> list[str]:
         return [names.FLAGS["gpu_memory_utilization"], str(plan.gpu_memory_utilization)]
     # Without an explicit size vLLM asks for 92% of the machine's memory and refuses when less is free. Compiling
     # costs 20-40 s of start for 10% of speed on small models; PP needs it (its warm-up is skipped when eager).
-    eager = [names.FLAGS["eager"]] if plan.layout.pipeline == 1 else ["-cc.mode=2", "-cc.backend=eager"]
+    known = [flags for since, flags in names.COMPILATION.items() if is_since(plan.engine_version, since, True)]
+    eager = [names.FLAGS["eager"]] if plan.layout.pipeline == 1 else known[-1]
     # vLLM's number is for each rank; KV heads that are fewer than the tensor ranks are kept on several.
     kv_shares = min(plan.layout.tensor, plan.model.n_kv_heads or 1) * plan.layout.pipeline
     kv = [names.FLAGS["kv_cache_bytes"], str(-(-plan.need.kv_cache_bytes // kv_shares))]
@@ -328,7 +323,7 @@ def caches(plan: Plan, folder: str) -> tuple[dict[str, str], dict[str, str]]:
     settings = (plan.model.path, plan.layout, plan.max_model_len, plan.gpu_memory_utilization, args, plan.env)
     root = f"{folder}/start-{hashlib.sha256(msgspec.json.encode(settings, order='sorted')).hexdigest()[:16]}"
     variables = {names.CACHE_ROOT: root, **{name: f"{folder}/{part}" for name, part in names.CACHES.items()}}
-    if _is_since(plan.engine_version, names.STARTUP_PLAN_SINCE):
+    if is_since(plan.engine_version, names.STARTUP_PLAN_SINCE):
         variables |= names.STARTUP_PLAN
     return variables, {f"{root}/{part}": f"{folder}/{part}" for part in names.SHARED_CACHES}
 

@@ -33,6 +33,7 @@ FLAGS = {
     "max_num_seqs": "--max-num-seqs",
     "eager": "--enforce-eager",
     "unlogged_routes": "--disable-access-log-for-endpoints",
+    "unlogged": "--disable-uvicorn-access-log",
     # The usage of an answer says how much of its prompt was cached, which the engine counts anyway.
     "cached_tokens": "--enable-prompt-tokens-details",
     "text_only": "--language-model-only",
@@ -106,8 +107,14 @@ SHARED_CACHES = ("torch_compile_cache", "modelinfos")
 STARTUP_PLAN_SINCE = (0, 32)
 STARTUP_PLAN = {"VLLM_ENABLE_STARTUP_PLAN": "1"}
 
-# Asked every second by the node: two lines a second would fill the log.
-UNLOGGED_ROUTES = "/health,/metrics"
+# Asked every second by the node: two lines a second would fill the log. Older versions log all requests or none.
+UNLOGGED_SINCE, UNLOGGED_ROUTES = (0, 16), "/health,/metrics"
+# Compilation without inductor, by the first version that has these names (`config/compilation.py`).
+COMPILATION = {
+    (0,): ("-O.level=2", "-O.backend=eager"),
+    (0, 11, 1): ("-O.mode=2", "-O.backend=eager"),
+    (0, 12): ("-cc.mode=2", "-cc.backend=eager"),
+}
 
 # Set by penstock from other fields of the file: they may not be given twice.
 OURS = {
@@ -126,7 +133,7 @@ OURS = {
     "api-key": "gateway.auth (a key on a command line can be read by every user of the machine)",
 }
 
-# Flags that vLLM 0.33 no longer has, with what to do instead.
+# Flags that vLLM 0.33 no longer has, with what to do instead; and the versions without those that 0.11 still had.
 GONE = {
     "disable-frontend-multiprocessing": "remove it, or set engine.env VLLM_ENABLE_V1_MULTIPROCESSING: '0'",
     "swap-space": "remove it: the V1 engine recomputes instead of swapping",
@@ -136,6 +143,7 @@ GONE = {
     "preemption-mode": "remove it: the V1 engine always recomputes",
     "max-seq-len-to-capture": "use cudagraph-capture-sizes",
 }
+GONE_SINCE = {"swap-space": (0, 18), "disable-frontend-multiprocessing": (0, 19)}
 
 # Flags of `engine.args` that planning knows, by the field of its request; the rest is passed on.
 PLANNED = {

@@ -10,17 +10,18 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from penstock.engines.vllm.images import versions_of
 from penstock.errors import PenstockError, Problem, nearest
-from penstock.hardware import Gpu, Machine, catalog, detect
+from penstock.hardware import Gpu, Machine, catalog
 from penstock.models import fetch, sources
-from penstock.planner.engine_versions import NEWEST
 from penstock.spec.deployment import Deployment
+from penstock.targets.assumed import gpus_of, machines_of_file
 from penstock.targets.cloudera import names, session, words
 from penstock.targets.cloudera.api import Object, Workbench
 from penstock.targets.cloudera.findings import LEAST_SHARED_MEMORY_MB
 from penstock.targets.cloudera.names import block_of
 from penstock.targets.cloudera.workloads import Choices
-from penstock.text import GIB, MIB
+from penstock.text import GIB
 from penstock.wire.answers import HttpError
 
 _OLDEST_PYTHON = (3, 11)
@@ -119,14 +120,15 @@ def _gpus(workbench: Workbench, deployment: Deployment) -> tuple[list[Problem], 
         return [Problem("cloudera.gpu_type", f"{workbench.url} has {len(rows)} kinds of GPU", hint)], Choices()
     label = wanted or named[0]
     row, most = rows[label], _number(rows[label].get("max_gpu_per_workload"))
-    choices = _choices_of(label, row, most)
-    return list(_gpu_problems(workbench, deployment, label, row, most)), choices
+    choices = _choices_of(label, row, most, hardware.gpu or label)
+    return list(_gpu_problems(workbench, deployment, choices.gpu, row, most)), choices
 
 
-def _gpu_problems(
-    workbench: Workbench, deployment: Deployment, label: str, row: Object, most: int
-) -> Iterator[Problem]:
-    hardware = deployment.hardware
+def _gpu_problems(workbench: Workbench, deployment: Deployment, gpu: Gpu, row: Object, most: int) -> Iterator[Problem]:
+    hardware, label = deployment.hardware, row.get("label_value")
+    if not gpu.memory_bytes:
+        message = f'is missing: nothing tells the memory of a GPU of label "{label}"'
+        yield Problem("hardware.gpu", message, "example: gpu: l4; `penstock plan --list` shows the names")
     each = hardware.gpus_per_node or 1
     if row.get("availability") is False:
         yield Problem("cloudera.gpu_type", f'GPUs of label "{label}" are not available in the workbench now')
@@ -144,19 +146,12 @@ def _gpu_problems(
         yield Problem("hardware.nodes", f"needs {n_needed} GPUs of {label}, your quota is {allowed}", hint)
 
 
-def _choices_of(label: str, row: Object, most: int) -> Choices:
-    card = _card(label)
-    told_gib = float(row.get("gpu_memory") or 0.0)
-    known_mib = card and (card.memory.nvidia_smi_mib or int(card.memory.torch_total_gib * 1024))
-    n_bytes = known_mib * MIB if known_mib else int(told_gib * GIB) or 80 * GIB
-    name = card.names[0] if card is not None and card.names else label.replace("-", " ")
-    return Choices(gpu_label=str(row["id"]), gpu_name=name, gpu_bytes=n_bytes, most_gpus=most)
-
-
-def _card(label: str) -> catalog.GpuFacts | None:
-    """The catalogue's card of a label of NVIDIA's device plugin: "NVIDIA-L4", "NVIDIA-A100-SXM4-80GB"."""
-    cards = catalog.gpus_named(label)
-    return cards[0] if len(cards) == 1 else None
+def _choices_of(label: str, row: Object, most: int, card: str) -> Choices:
+    """`label` is one of NVIDIA's device plugin ("NVIDIA-L4", "NVIDIA-A100-SXM4-80GB"), `card` a name for it."""
+    cards, told_gib = catalog.gpus_named(card), float(row.get("gpu_memory") or 0.0)
+    gpu = Gpu(0, label.replace("-", " "), int(told_gib * GIB), int(told_gib * GIB))
+    gpu = gpus_of(cards[0].id, 1)[0] if len(cards) == 1 else gpu
+    return Choices(gpu_label=str(row["id"]), gpu=gpu, most_gpus=most)
 
 
 def _is_card(label: str, wanted: str) -> bool:
@@ -167,12 +162,18 @@ def machine(deployment: Deployment, choices: Choices) -> Machine:
     """A pod of a node: with as many GPUs as the site lets a workload have, or as the file says."""
     block, hardware = block_of(deployment), deployment.hardware
     n_gpus = min(choices.most_gpus, hardware.gpus_per_node or choices.most_gpus)
-    cards = tuple(Gpu(index, choices.gpu_name, choices.gpu_bytes, choices.gpu_bytes) for index in range(n_gpus))
+    cards = tuple(msgspec.structs.replace(choices.gpu, index=index) for index in range(n_gpus))
     n_cpus = int(block.cpu or (_RANK_CPUS * n_gpus or _MOST_CPUS))
     n_bytes = int(block.memory_gb * GIB) if block.memory_gb else (_RANK_BYTES * n_gpus or _MOST_BYTES)
-    versions = {**detect.versions(), "vllm": NEWEST}
     host = f"a pod of {urlsplit(block.workbench or '').hostname or 'the workbench'}"
-    return Machine(host, max(1, n_cpus), n_bytes, n_bytes, cards, versions=versions)
+    return Machine(host, max(1, n_cpus), n_bytes, n_bytes, cards, versions=versions_of(deployment))
+
+
+def of_file(deployment: Deployment, reason: str) -> list[Machine]:
+    """The pods of a replica's nodes as the file describes them, which for that reason are not known."""
+    block = block_of(deployment)
+    n_cpus, n_bytes = int(block.cpu or 0), int(block.memory_gb * GIB) if block.memory_gb else None
+    return machines_of_file(deployment, reason, n_cpus=n_cpus, memory_bytes=n_bytes)
 
 
 # ---- runtime, project, rights ----------------------------------------------------------------------------------------

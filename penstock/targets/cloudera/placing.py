@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -108,7 +109,7 @@ def _place_services(workbench: Workbench, run: Run, units: Collection[Unit], ent
         wanted = {unit for unit in units if unit.kind in kinds}
         had = {unit_of(key) for key in entries if unit_of(key).kind in kinds}
         application = next((str(entries[unit.key]["application"]) for unit in had), None)
-        is_own = is_inside and part == "gateway" and session.is_application()
+        is_own = is_inside and part == "gateway" and os.environ.get("PENSTOCK_UNIT") == "gateway"
         launches = part == "gateway" and workers.are_used(run.deployment())
         if launches and application is None:
             application = _find_application(workbench, run, part)

@@ -35,11 +35,6 @@ def is_in_project(workbench: Workbench) -> bool:
     return os.environ.get("CDSW_PROJECT_ID") == workbench.project_id
 
 
-def is_application() -> bool:
-    """Whether this process is in the application with gateway and controller."""
-    return os.environ.get("PENSTOCK_UNIT") == "gateway"
-
-
 def is_inside(run: Run) -> bool:
     """Whether the run folder is in the project's file system, so that nothing is copied."""
     return is_in_pod() and run.path == Path(names.run_path(run.name))

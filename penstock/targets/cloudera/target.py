@@ -17,6 +17,7 @@ import msgspec
 from penstock.errors import Finding, PenstockError, Problem
 from penstock.hardware import Machine
 from penstock.paths import home
+from penstock.planner import Plan
 from penstock.run_folder import (
     Artifact,
     Desired,
@@ -33,7 +34,7 @@ from penstock.run_folder import (
 )
 from penstock.spec.blocks import Cloudera
 from penstock.spec.deployment import Deployment
-from penstock.targets import Adopted, Placement, Target, Tunnel, machines_of_file
+from penstock.targets import Adopted, Placement, Target, Tunnel
 from penstock.targets.cloudera import (
     checks,
     ending,
@@ -90,13 +91,12 @@ class ClouderaAi(Target):
         notes = (*choices.notes, *measuring.warnings(workbench, deployment))
         return problems, msgspec.structs.replace(choices, notes=notes)
 
-    def warnings(self, deployment: Deployment) -> tuple[str, ...]:
+    def warnings(self, deployment: Deployment, plan: Plan) -> tuple[str, ...]:
         return self._choices.notes
 
     def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
         if is_rehearsal:
-            nodes = [f"node-{rank + 1}" for rank in range(deployment.hardware.nodes)]
-            return machines_of_file(deployment, nodes, "a rehearsal does not ask the workbench")
+            return checks.of_file(deployment, "a rehearsal does not ask the workbench")
         workbench = self._connected(names.block_of(deployment))
         _, self._choices = self._examined(workbench, deployment)
         return [checks.machine(deployment, self._choices)]

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from penstock.engines import load as load_engine
+from penstock.hardware import Gpu
 from penstock.models import ModelFacts, hub, sources
 from penstock.planner import Plan
 from penstock.run_folder import Artifact, Launch
@@ -53,8 +54,7 @@ class Choices(msgspec.Struct, frozen=True):
 
     runtime: str = ""
     gpu_label: str | None = None
-    gpu_name: str = "GPU"
-    gpu_bytes: int = 80 * GIB
+    gpu: Gpu = Gpu(0, "GPU", 0, 0)
     most_gpus: int = 1
     notes: tuple[str, ...] = ()
 

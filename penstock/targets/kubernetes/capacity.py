@@ -12,20 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from penstock.engines.vllm.images import versions_of
 from penstock.errors import Problem
-from penstock.hardware import Gpu, Machine, catalog, detect
-from penstock.planner.engine_versions import NEWEST
+from penstock.hardware import Gpu, Machine
 from penstock.spec.deployment import Deployment
+from penstock.targets.assumed import gpus_of, machines_of_file
 from penstock.targets.kubernetes import gpus, objects, replicas
 from penstock.targets.kubernetes.objects import Object, block_of
 from penstock.targets.kubernetes.pods import merged
-from penstock.text import GIB, MIB, show_bytes
+from penstock.text import GIB, show_bytes
 
 _UNITS = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _UNITS |= {f"{letter}i": 1024.0 ** (power + 1) for power, letter in enumerate("KMGTPE")}
 # https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/
 _QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:([eE][+-]?\d+)|(n|u|m|k|[KMGTPE]i?)?)\Z")
-_VLLM = re.compile(r"vllm/vllm-openai:v(\d+\.\d+\.\d+)")
 _SHOWN = 8
 # https://cloud.google.com/kubernetes-engine/docs/concepts/timesharing-gpus; elsewhere the product has a suffix
 _GKE_SHARING = "cloud.google.com/gke-gpu-sharing-strategy"
@@ -159,17 +159,22 @@ def usable(nodes: Sequence[Node], deployment: Deployment) -> list[Node]:
 def machines(nodes: Sequence[Node], deployment: Deployment) -> list[Machine]:
     """What a pod may have on each usable node. Where the file does not say how many GPUs: as many as are free, or all
     where none is."""
-    wanted, block = deployment.hardware.gpus_per_node, block_of(deployment)
+    wanted = deployment.hardware.gpus_per_node
     rows = usable(nodes, deployment)
     if wanted is None:
         free = [node for node in rows if node.n_free_gpus]
         rows = free if len(free) >= deployment.hardware.nodes else rows
-    tagged = _VLLM.search(block.image or "")
-    versions = {**detect.versions(), "vllm": tagged.group(1) if tagged else NEWEST}
-    return [_machine(node, deployment, versions) for node in rows]
+    return [_machine(node, deployment) for node in rows]
 
 
-def _machine(node: Node, deployment: Deployment, versions: dict[str, str]) -> Machine:
+def of_file(deployment: Deployment, reason: str) -> list[Machine]:
+    """The nodes of a replica as the file describes them, which for that reason are not known."""
+    block = block_of(deployment)
+    n_bytes = int(quantity(block.memory)) if block.memory else None
+    return machines_of_file(deployment, reason, n_cpus=block.cpus_per_node, memory_bytes=n_bytes)
+
+
+def _machine(node: Node, deployment: Deployment) -> Machine:
     block, wanted = block_of(deployment), deployment.hardware.gpus_per_node
     n_gpus = wanted if wanted is not None else node.n_free_gpus or node.n_gpus
     is_full = n_gpus > node.n_free_gpus  # its pod waits until others have left
@@ -177,18 +182,11 @@ def _machine(node: Node, deployment: Deployment, versions: dict[str, str]) -> Ma
     total = node.has.get("memory", 0.0)
     free = min(total - used.get("memory", 0.0), quantity(block.memory) if block.memory else total)
     n_cpus = min(node.has.get("cpu", 1.0) - used.get("cpu", 0.0), block.cpus_per_node or float("inf"))
-    cards = gpus_named(deployment.hardware.gpu, n_gpus, node.card)
+    cards = gpus_of(deployment.hardware.gpu, n_gpus)
+    if (card := node.card) is not None:
+        cards = tuple(Gpu(index, card.name, card.memory_bytes, card.memory_bytes) for index in range(n_gpus))
+    versions = versions_of(deployment)
     return Machine(node.name, max(1, int(n_cpus)), int(total), max(0, int(free)), cards, versions=versions)
-
-
-def gpus_named(card: str | None, n_gpus: int, seen: gpus.NodeGpu | None = None) -> tuple[Gpu, ...]:
-    """So many free GPUs: as a node's labels tell, else of the catalogue."""
-    if seen is None:
-        facts = catalog.gpu(card) if card is not None else None
-        known_mib = facts and (facts.memory.nvidia_smi_mib or int(facts.memory.torch_total_gib * 1024))
-        label = facts.names[0] if facts is not None and facts.names else "GPU"
-        seen = gpus.NodeGpu(label, known_mib * MIB if known_mib else 80 * GIB)
-    return tuple(Gpu(index, seen.name, seen.memory_bytes, seen.memory_bytes) for index in range(n_gpus))
 
 
 # ---- problems --------------------------------------------------------------------------------------------------------
@@ -207,7 +205,7 @@ def problems(nodes: Sequence[Node], deployment: Deployment) -> Iterator[Problem]
     if needs_name and not block.node_selector and len(cards) > 1:
         names = [name or "one without a label" for name in cards]
         yield Problem("hardware.gpu", f"is missing: nodes have several kinds: {', '.join(names)}", "name one of them")
-    elif needs_name and cards == [""]:
+    elif needs_name and "" in cards:
         yield Problem("hardware.gpu", "is missing: no label of the nodes says which GPU they have", "example: gpu: l4")
     n_sharing = sum(node.is_sharing for node in rows)
     if n_sharing and not block.node_selector:

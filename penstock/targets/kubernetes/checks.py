@@ -9,12 +9,9 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 
-import msgspec
-
 from penstock.errors import Problem, UserError
 from penstock.hardware import Machine
 from penstock.spec.deployment import Deployment, Observe, Ui
-from penstock.targets import machines_of_file
 from penstock.targets.kubernetes import capacity, gpus, objects, rights, scaling, traffic, weights
 from penstock.targets.kubernetes.api import Api, ApiError
 from penstock.targets.kubernetes.objects import INSTANCE, MANAGED_BY, MANAGER, Object, block_of
@@ -452,7 +449,7 @@ def machines(api: Api, deployment: Deployment) -> list[Machine]:
     except ApiError as exc:
         if exc.status != 403:
             raise
-        return _as_the_file_says(deployment, "no right to list the cluster's nodes")
+        return capacity.of_file(deployment, "no right to list the cluster's nodes")
     try:
         others = api.list("Pod", all_namespaces=True)
     except ApiError as exc:
@@ -461,7 +458,7 @@ def machines(api: Api, deployment: Deployment) -> list[Machine]:
         others = []  # then all of a node counts as free
     found = capacity.machines(capacity.nodes_of(rows, others, deployment), deployment)
     if len(found) < deployment.hardware.nodes:
-        return _as_the_file_says(deployment, "no node of the cluster fits now; an autoscaler may add one")
+        return capacity.of_file(deployment, "no node of the cluster fits now; an autoscaler may add one")
     return found
 
 
@@ -475,11 +472,3 @@ def has_autoscaler(api: Api) -> bool:
         if api.find("ConfigMap", "cluster-autoscaler-status", "kube-system") is not None:
             return True
     return any(api.knows(f"karpenter.sh/{version}", "NodePool") for version in ("v1", "v1beta1"))
-
-
-def _as_the_file_says(deployment: Deployment, reason: str) -> list[Machine]:
-    hardware = deployment.hardware
-    n_gpus = 1 if hardware.gpus_per_node is None and hardware.gpu is not None else hardware.gpus_per_node or 0
-    cards = capacity.gpus_named(hardware.gpu, n_gpus)
-    names = [f"node-{rank + 1}" for rank in range(hardware.nodes)]
-    return [msgspec.structs.replace(row, gpus=cards) for row in machines_of_file(deployment, names, reason)]

@@ -17,10 +17,8 @@ from typing import Any
 import msgspec
 
 from penstock.errors import UserError
-from penstock.planner import Plan
 from penstock.spec.deployment import Deployment
 from penstock.targets.code_archive import code_archive
-from penstock.targets.images import engine_words, public_image
 from penstock.targets.kubernetes import objects
 from penstock.targets.kubernetes.objects import CODE, HOME, Object, block_of, build
 
@@ -207,18 +205,6 @@ def _last_of_each(rows: Iterable[Object]) -> list[Object]:
 def secret_env(name: str, secret: str, key: str) -> Object:
     """A variable with the value of a Secret's key, absent where that is."""
     return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key, "optional": True}}}
-
-
-def image(deployment: Deployment, plan: Plan) -> str:
-    """The image of the replicas' pods.  Raises UserError where only the user knows one.
-
-    User and entrypoint of a public image are replaced here.
-    """
-    found = block_of(deployment).image or public_image(plan)
-    if found is None:
-        hint = "Set kubernetes.image to one with the engine, Python 3.11, msgspec, psutil and pyyaml."
-        raise UserError(f"cannot choose an image for engine {engine_words(plan)}", hint=hint)
-    return found
 
 
 def _without_empty(fields: Mapping[str, object]) -> Object:

@@ -12,6 +12,7 @@ import hashlib
 
 import msgspec
 
+from penstock.engines.vllm import images
 from penstock.planner import Plan
 from penstock.run_folder import Launch
 from penstock.spec.blocks import Kubernetes
@@ -173,7 +174,7 @@ def _template(launch: Launch, deployment: Deployment, storage: Storage, revision
     pod = pods.Pod(
         component="replica",
         container=CONTAINER,
-        image=pods.image(deployment, plan),
+        image=images.image(deployment, plan),
         argv=_argv(deployment, plan),
         config_maps=(launch_map(deployment.name, revision_name),),
         resources=resources(deployment, plan, storage),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from penstock.engines.vllm import images
 from penstock.errors import Problem
 from penstock.planner import Plan
 from penstock.spec.deployment import Deployment
@@ -76,7 +77,7 @@ def number_of(dial: Object) -> int:
 
 def _dial(deployment: Deployment, plan: Plan) -> Object:
     name = deployment.name
-    image = block_of(deployment).gateway_image or pods.image(deployment, plan)
+    image = block_of(deployment).gateway_image or images.image(deployment, plan)
     needs = {"cpu": "1m", "memory": "1Mi"}
     template = pods.pod_template(deployment, Pod(COMPONENT, "none", image, (), (), needs, 0, has_secrets=False))
     for unused in ("initContainers", "volumes"):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from penstock.engines.vllm import images
 from penstock.planner import Plan
 from penstock.spec.deployment import Deployment
 from penstock.targets.kubernetes import monitoring, objects, pods, traffic
@@ -304,7 +305,7 @@ def _with_tolerations(template: Object) -> Object:
 
 
 def _image(deployment: Deployment, plan: Plan) -> str:
-    return block_of(deployment).gateway_image or pods.image(deployment, plan)
+    return block_of(deployment).gateway_image or images.image(deployment, plan)
 
 
 def _config(*read: object) -> dict[str, str]:

@@ -16,6 +16,7 @@ import msgspec
 from penstock.errors import PenstockError, Problem
 from penstock.hardware import Machine
 from penstock.paths import home
+from penstock.planner import Plan
 from penstock.run_folder import (
     Artifact,
     Desired,
@@ -32,9 +33,10 @@ from penstock.run_folder import (
     unit_of,
 )
 from penstock.spec.deployment import Deployment
-from penstock.targets import Adopted, Placement, Target, Tunnel, machines_of_file
+from penstock.targets import Adopted, Placement, Target, Tunnel
 from penstock.targets.kubernetes import (
     access,
+    capacity,
     checks,
     ending,
     folder,
@@ -91,13 +93,12 @@ class Kubernetes(Target):
         self._cluster = manifests.Cluster(_monitors(api), is_gke, hpa)
         return checks.problems(api, deployment)
 
-    def warnings(self, deployment: Deployment) -> tuple[str, ...]:
+    def warnings(self, deployment: Deployment, plan: Plan) -> tuple[str, ...]:
         return weights.warnings(deployment)
 
     def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
         if is_rehearsal:
-            names = [f"node-{rank + 1}" for rank in range(deployment.hardware.nodes)]
-            return machines_of_file(deployment, names, "a rehearsal does not ask the cluster")
+            return capacity.of_file(deployment, "a rehearsal does not ask the cluster")
         return checks.machines(self._api(deployment), deployment)
 
     def render(self, launch: Launch, python: str, deployment: Deployment) -> Artifact:

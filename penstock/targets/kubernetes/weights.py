@@ -18,6 +18,7 @@ from typing import Literal
 
 import msgspec
 
+from penstock.engines.vllm import images
 from penstock.errors import Problem, UserError
 from penstock.models import hub
 from penstock.planner import Plan
@@ -190,7 +191,7 @@ def in_pods(plan: Plan, deployment: Deployment) -> Plan:
 
 
 def storage(deployment: Deployment, plan: Plan) -> Storage:
-    """What the replicas' pod template needs.  Raises UserError as `in_pods` and `pods.image` do."""
+    """What the replicas' pod template needs.  Raises UserError as `in_pods` and `images.image` do."""
     source = _source(deployment)
     if source.kind in ("bundled", "s3"):
         return Storage()
@@ -276,7 +277,7 @@ def _init(deployment: Deployment, source: Source, plan: Plan) -> Object:
     words = (*_program(plan), *(["--wait"] if waits else []))
     env = () if waits else _fetch_env(deployment)
     needs = _WAIT_NEEDS if waits else _FETCH_NEEDS
-    return pods.init_container("weights", pods.image(deployment, plan), words, needs, env, (mount,))
+    return pods.init_container("weights", images.image(deployment, plan), words, needs, env, (mount,))
 
 
 def _claim(deployment: Deployment, source: Source, plan: Plan) -> Object:
@@ -299,7 +300,7 @@ def _job(deployment: Deployment, source: Source, plan: Plan) -> Object:
     pod = pods.Pod(
         component=COMPONENT,
         container="fetch",
-        image=pods.image(deployment, plan),
+        image=images.image(deployment, plan),
         argv=_program(plan),
         config_maps=(),
         resources=_FETCH_NEEDS,

@@ -23,7 +23,8 @@ from penstock.hardware.detect import machine_in
 from penstock.run_folder import Artifact, Handle, Launch, Record, Run, Unit, replica
 from penstock.spec.blocks import RayCluster
 from penstock.spec.deployment import DEMO_MODEL, Deployment
-from penstock.targets import Placement, Surveyed, Target, machines_of_file
+from penstock.targets import Placement, Surveyed, Target
+from penstock.targets.assumed import machines_of_file
 from penstock.targets.ray import driver, jobs_api
 from penstock.targets.ray.jobs_api import Dashboard, Job, RayNode
 from penstock.targets.ray.placement import (
@@ -96,8 +97,7 @@ class RayJobs(Target):
         except PenstockError as exc:
             if not is_rehearsal:
                 raise
-            names = [f"node-{rank + 1}" for rank in range(deployment.hardware.nodes)]
-            return machines_of_file(deployment, names, exc.message)
+            return machines_of_file(deployment, exc.message)
         kind = gpu_kind(deployment, [RayNode("", answer["address"], answer["resources"]) for answer in answers])
         machines, complaints = [], []
         for answer in answers:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from penstock import processes
+from penstock.engines.vllm import images
 from penstock.errors import PenstockError, Problem, UserError
 from penstock.spec.deployment import Deployment
 from penstock.spec.secret_values import secret_names
@@ -143,7 +144,7 @@ def tested(deployment: Deployment, run_path: str, gpu_type: str | None) -> list[
 def versions(deployment: Deployment) -> dict[str, str]:
     """Versions of the engines' packages on the nodes, from the same Python here: they share it."""
     if deployment.slurm is not None and deployment.slurm.container:
-        return {"vllm": "", "ray": ""}  # an image may need a node to run
+        return images.versions_of(deployment)  # an image may need a node to run
     script = slurm_script.probe(deployment, sys.executable)
     done = ask(["bash", "-s"], stdin=script)
     try:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from datetime import datetime
 
 import msgspec
+
+from penstock.hardware.catalog import read_yaml
 
 # The reason comes last: it may contain anything.
 FIELDS = ("%i", "%T", "%S", "%e", "%N", "%j", "%Z", "%r")
@@ -16,52 +19,7 @@ FORMAT = SEPARATOR.join(FIELDS)
 _PLACED = {"RUNNING", "COMPLETING", "CONFIGURING", "STAGE_OUT", "SIGNALING", "RESIZING", "SUSPENDED", "STOPPED"}
 _QUEUED = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 _ENDED_BY_TERM = "143"  # the exit code of `penstock.node --kill-after` after SIGTERM
-_ENDED = {
-    "COMPLETED": "ended by itself",
-    "FAILED": "failed",
-    "NODE_FAIL": "lost a node",
-    "TIMEOUT": "came to its time limit",
-    "DEADLINE": "came to its deadline",
-    "OUT_OF_MEMORY": "used more memory than its request (slurm.memory)",
-    "PREEMPTED": "was preempted",
-    "BOOT_FAIL": "got a node that does not boot",
-    "REVOKED": "runs on another cluster",
-}
 
-# https://slurm.schedmd.com/job_reason_codes.html
-_REASONS = {
-    "None": "Slurm has not looked at it yet",
-    "Priority": "other jobs have a higher priority",
-    "Resources": "waits for nodes to become free",
-    "BeginTime": "its earliest start has not come (after a requeue that is two minutes)",
-    "Dependency": "waits for another job",
-    "DependencyNeverSatisfied": "waits for a job that failed: it will never start",
-    "JobHeldAdmin": "an administrator holds it",
-    "JobHeldUser": "it is held (scontrol release)",
-    "ReqNodeNotAvail": "the requested nodes are not available",
-    "PartitionDown": "its partition is down",
-    "PartitionInactive": "its partition is inactive",
-    "PartitionNodeLimit": "it requests more nodes than its partition allows",
-    "PartitionTimeLimit": "its time limit is above its partition's: it will not start",
-    "PartitionConfig": "its partition does not allow this request",
-    "BadConstraints": "no node fits its request: it will not start",
-    "AccountNotAllowed": "its account may not use this partition",
-    "QOSNotAllowed": "its QOS may not use this partition or account",
-    "InvalidAccount": "its account is unknown: it will not start",
-    "InvalidQOS": "its QOS is unknown: it will not start",
-    "JobArrayTaskLimit": "a limit of its job array",
-    "Licenses": "waits for a licence",
-    "NodeDown": "a node that it needs is down",
-    "Reservation": "waits for its reservation",
-    "Cleaning": "Slurm still cleans up after its last run",
-    "Prolog": "the site's prolog runs",
-    "launch failed requeued held": "its nodes could not start it, so Slurm holds it (scontrol release)",
-    "MaxRequeue": "it was requeued too often",
-    "job requeued in held state": "it was requeued and is held (scontrol release)",
-    "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions": (
-        "the nodes that it could have are down, drained, or kept for a partition of higher priority"
-    ),
-}
 _LIMITS = re.compile(r"(QOS|Assoc)(Max|Grp|Min)?(\w+)\Z")
 _WHAT = {"Jobs": "jobs", "Cpu": "CPUs", "CPU": "CPUs", "GRES": "GPUs", "Node": "nodes", "Mem": "memory", "Wall": "time"}
 
@@ -121,10 +79,16 @@ def _time(text: str) -> float | None:
         return None
 
 
+@functools.cache
+def _words() -> dict[str, dict[str, str]]:
+    return dict(read_yaml("penstock.targets.slurm", "words.yaml"))
+
+
 def reason_in_words(reason: str) -> str:
     """Why a job waits, in words and with Slurm's own, which users look up and quote to their admin."""
     plain = reason.strip("()")
-    words = _REASONS.get(plain) or _REASONS.get(plain.split(",")[0].split(":")[0].strip())
+    rows = _words()["waits"]
+    words = rows.get(plain) or rows.get(plain.split(",")[0].split(":")[0].strip())
     limit = _LIMITS.match(plain)
     if words is None and limit is not None:
         whose = "its QOS" if limit.group(1) == "QOS" else "its account"
@@ -139,7 +103,7 @@ def end_in_words(state: str, note: str | None) -> str:
     if word == "ended" and rest == _ENDED_BY_TERM:
         return "was ended by Slurm: preempted, or out of time"
     why = f": {rest}" if word == "failed" else f" with code {rest}" if word == "ended" and rest != "0" else ""
-    return _ENDED.get(state, state.lower()) + why
+    return _words()["ended"].get(state, state.lower()) + why
 
 
 def seconds_of(text: str) -> float | None:

@@ -9,40 +9,41 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import PurePosixPath
 
 import msgspec
 
 from penstock.errors import Problem
 from penstock.planner import Plan
 from penstock.spec.blocks import Slurm
-from penstock.spec.deployment import Deployment, store_file
+from penstock.spec.deployment import Deployment
+from penstock.targets.slurm import container
 from penstock.targets.slurm.queue import mib_of, seconds_of
 from penstock.text import MIB
 
 FILE = "job.sh"
 GATEWAY_FILE = "gateway.sh"
 CONTROLLER_FILE = "controller.sh"
+CODE = "code"  # the folder with penstock's code that a container gets
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]|&*-]+\Z")
 # Paths stand in #SBATCH lines, where % is a pattern of Slurm's, and between quotes of the shell.
 _PATH = re.compile(r"[\w@+=:,./ ~-]+\Z")
+_MODULE = re.compile(r"[\w@%+=:,./${}~-]+( +[\w@%+=:,./${}~-]+)*\Z")
+# Entries of `slurm.modules` that are more than a module to load: https://lmod.readthedocs.io/en/latest/010_user.html,
+# https://modules.readthedocs.io/en/latest/module.html
+_COMMAND_OF_MODULE = re.compile(
+    r"-|(add|del|load|purge|refresh|reload|reset|restore|rm|sw|swap|switch|try-add|try-load|unload|unuse|update|use)(?=\s|\Z)"
+)
 _OURS = (
     *("job-name", "J", "output", "o", "error", "e", "open-mode", "chdir", "D", "nodes", "N", "ntasks", "n"),
     *("ntasks-per-node", "array", "a", "signal", "wrap", "parsable", "wait", "W", "gpus-per-node", "kill-on-bad-exit"),
 )
-# Slurm's own words for the same thing as a field of the file.
-_FIELDS = {
-    **dict.fromkeys(("partition", "p"), "partition"),
-    **dict.fromkeys(("account", "A"), "account"),
-    **dict.fromkeys(("qos", "q"), "qos"),
-    **dict.fromkeys(("constraint", "C"), "constraint"),
-    **dict.fromkeys(("time", "t"), "time"),
-    **dict.fromkeys(("cpus-per-task", "c"), "cpus_per_node"),
-    **dict.fromkeys(("nodelist", "w"), "nodelist"),
-    "gres": "gres",
-    "mem": "memory",
-    "exclusive": "exclusive",
-}
+# Slurm's own words for the same thing as a field of the file, where they differ.
+_FIELDS = {"p": "partition", "A": "account", "q": "qos", "C": "constraint", "t": "time", "w": "nodelist"}
+_FIELDS |= {"mem": "memory", "cpus-per-task": "cpus_per_node", "c": "cpus_per_node"}
+_SAME = ("partition", "account", "qos", "constraint", "time", "nodelist", "gres", "exclusive")
 # sbatch's -M, by all its names: squeue and scancel here would never see such a job.
 _ELSEWHERE = ("clusters", "cluster", "M")
 # The only variables of sbatch that it may see, where the file leaves their option open. Variables override a script's
@@ -62,7 +63,6 @@ _SPARE_MIB = 1024
 # is loaded from disk goes through the page cache, which a limit only shrinks.
 _RANK_MIB, _NODE_MIB = 16 * 1024, 8 * 1024
 _GOODBYE_S = 20
-_STRAGGLERS_S = 10
 
 
 class Needs(msgspec.Struct, frozen=True):
@@ -94,30 +94,30 @@ def needs_of(plan: Plan, block: Slurm, gpu_type: str | None = None, most_mib: in
 def directives(deployment: Deployment, needs: Needs, run_path: str) -> list[str]:
     """The options of sbatch, as they follow `#SBATCH --`, without the job's name: that contains the replica."""
     block = deployment.slurm or Slurm()
-    words: list[tuple[str, object]] = [
-        ("chdir", run_path),
-        ("output", f"{run_path}/logs/%x_%j.log"),
-        ("open-mode", "append"),
-        ("nodes", deployment.hardware.nodes),
-        ("ntasks-per-node", 1),
-        ("cpus-per-task", needs.cpus),
-        ("mem", block.memory if needs.memory_mib is None else needs.memory_mib and f"{needs.memory_mib}M"),
-        ("gpus-per-node", f"{needs.gpu_type}:{needs.gpus}" if needs.gpu_type and needs.gpus else needs.gpus or None),
-        ("gres", block.gres),
-        ("time", block.time),
-        ("partition", block.partition),
-        ("account", block.account),
-        ("qos", block.qos),
-        ("constraint", block.constraint),
-        ("nodelist", block.nodelist),
-    ]
-    lines = [*_options(words), *(["exclusive"] if block.exclusive else [])]
+    memory = block.memory if needs.memory_mib is None else needs.memory_mib and f"{needs.memory_mib}M"
+    gpus = f"{needs.gpu_type}:{needs.gpus}" if needs.gpu_type and needs.gpus else needs.gpus or None
+    words: dict[str, object] = {
+        "nodes": deployment.hardware.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": needs.cpus,
+        "mem": memory,
+        "gpus-per-node": gpus,
+        "gres": block.gres,
+        "partition": block.partition,
+        "qos": block.qos,
+        "constraint": block.constraint,
+        "nodelist": block.nodelist,
+    }
+    lines = [*_options(block, run_path, run_path, words), *(["exclusive"] if block.exclusive else [])]
     lines += [f"signal=INT@{_signal_s(deployment, deployment.engine.drain_s)}", "requeue"]
     return lines + [line.removeprefix("--") for line in block.directives]
 
 
-def _options(words: Sequence[tuple[str, object]]) -> list[str]:
-    texts = [(name, str(value)) for name, value in words if value is not None]
+def _options(block: Slurm, run_path: str, folder: str, own: Mapping[str, object]) -> list[str]:
+    """The options that all jobs have, and those of one. `folder`: where it runs."""
+    words = {"chdir": folder, "output": f"{run_path}/logs/%x_%j.log", "open-mode": "append", **own}
+    words |= {"time": block.time, "account": block.account}
+    texts = [(name, str(value)) for name, value in words.items() if value is not None]
     return [f"{name}={text}" if _is_word(text) else f'{name}="{text}"' for name, text in texts]
 
 
@@ -144,57 +144,57 @@ def _signal_s(deployment: Deployment, drain_s: float) -> int:
     return int(min(wanted, limit_s / 4 if limit_s else wanted, 65535))
 
 
-def render(deployment: Deployment, plan: Plan, run_path: str, python: str, needs: Needs) -> str:
-    """The script. Its arguments are the replica and the id of the launch."""
+def render(deployment: Deployment, plan: Plan, run_path: str, python: str, needs: Needs, home: str) -> str:
+    """The script. Its arguments are the replica and the id of the launch. `home`: the user's, on all nodes."""
     block = deployment.slurm or Slurm()
-    lines = [_shell(block), *(f"#SBATCH --{line}" for line in directives(deployment, needs, run_path))]
-    model = deployment.model if deployment.model.startswith("/") else None
-    shared = ",".join(path for path in (run_path, deployment.cache.weights, model) if path)
     each = [_GIVE_UP, *block.prologue] if block.prologue else []
-    return "\n".join(lines) + "\n" + _BODY.format(
-        name=deployment.name,
-        run=shlex.quote(run_path),
-        prologue="".join(f"{line}\n" for line in _environment(block)),
-        on_node=shlex.quote("".join(f"{line}\n" for line in each)),
-        label=" --label" if plan.n_nodes > 1 else "",
-        stragglers_s=_STRAGGLERS_S,
-        python=shlex.join(_python(block, python, shared, ["--nv"] if plan.device == "cuda" else [])),
-    )  # fmt: skip
+    folders = [str(PurePosixPath(run_path).parent.parent), _whole(plan.model.path)]
+    inside = _inside(deployment, python, run_path, home, folders, plan.device == "cuda")
+    label = ["--label"] if plan.n_nodes > 1 else []
+    words = {
+        "name": deployment.name,
+        "prologue": _lines(_environment(block)),
+        "on_node": shlex.quote(_lines(each)),
+        "step": "".join(f"{shlex.quote(word)} " for word in (*inside.step, *label)),
+        "inside": shlex.join(inside.before),
+    }
+    return _script(block, FILE, directives(deployment, needs, run_path), run_path, python, words)
 
 
-_BODY = r"""
-# One replica of {name}: $1 is its number, $2 the id of the launch.
-replica=$1 launch=$2 run={run}
+def _script(block: Slurm, file: str, lines: Sequence[str], run_path: str, python: str, words: Mapping[str, str]) -> str:
+    """The batch script of that name, with these options of sbatch and words."""
+    shell = "#!/bin/bash -l" if block.modules or block.conda else "#!/bin/bash"
+    own = {"run": shlex.quote(run_path), "python": shlex.quote(_python(block, python)), "prologue": _prologue(block)}
+    return _lines([shell, *(f"#SBATCH --{line}" for line in lines)]) + _filled(file, {**own, **words})
 
-# What became of this job, for when Slurm has forgotten it.
-note() {{
-  printf '%s\n' "$*" >"$run/jobs/.$SLURM_JOB_ID" && mv "$run/jobs/.$SLURM_JOB_ID" "$run/jobs/$SLURM_JOB_ID"
-}}
-give_up() {{
-  echo "penstock: $*"
-  note "failed $*"
-  exit 1
-}}
-note "started $SLURM_JOB_NODELIST"
-{prologue}
-# Slurm sends TERM to everything and, KillWait later, KILL. The nodes end by themselves in that time; this shell waits.
-trap : TERM
-kill_wait=$(scontrol show config | sed -n 's/^KillWait *= *\([0-9][0-9]*\).*/\1/p')
-hosts=$(scontrol show hostnames | paste -sd, -)
-step=(srun --overlap --mem=0 --ntasks-per-node=1 --cpu-bind=none)
-on_node={on_node}  # the lines of slurm.prologue: each node runs them
 
-"${{step[@]}}"{label} --wait={stragglers_s} bash -c "$on_node"'exec "$@" --rank "$SLURM_PROCID"' node \
-  {python} -m penstock.node.detached "$run" "$launch" "$replica" --hosts "$hosts" --kill-after "${{kill_wait:-30}}"
-code=$?
+def _filled(file: str, words: Mapping[str, str]) -> str:
+    text = resources.files("penstock.targets.slurm").joinpath(file).read_text("utf-8")
+    return re.sub(r"@(\w+)@", lambda match: words[match[1]], text)
 
-# Whatever a killed node left behind: without cgroups it would outlive the job.
-note "sweeping after $code"
-"${{step[@]}}" bash -c "$on_node"'exec "$@"' leftovers \
-  {python} -m penstock.node.leftovers "$run" "$launch" "$replica"
-note "ended $code"
-exit $code
-"""
+
+def _lines(lines: Iterable[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _inside(
+    deployment: Deployment, python: str, folder: str, home: str, folders: Sequence[str], is_cuda: bool
+) -> container.Words:
+    """What runs a module of penstock where the engine is. `folder`: of the run or the survey, with the code for a
+    container in it; `folders`: those that it sees."""
+    block = deployment.slurm or Slurm()
+    if block.container is None:
+        return container.Words([], [_python(block, python)])
+    seen = [
+        path.replace("~", home) for path in (*folders, deployment.cache.folder or "") if path.startswith(("/", "~/"))
+    ]
+    return container.words(block, f"{folder}/{CODE}", home, seen, is_cuda)
+
+
+def _whole(path: str) -> str:
+    """The folder of a model; of one in the hub's cache the one with its blobs, where the links of its files lead."""
+    parts = PurePosixPath(path).parts
+    return str(PurePosixPath(*parts[: parts.index("snapshots")])) if "snapshots" in parts else path
 
 
 def gateway_directives(deployment: Deployment, run_path: str) -> list[str]:
@@ -204,106 +204,53 @@ def gateway_directives(deployment: Deployment, run_path: str) -> list[str]:
     """
     block = deployment.slurm or Slurm()
     has_own = block.gateway_partition is not None
-    words: list[tuple[str, object]] = [
-        ("chdir", f"{run_path}/gateway"),
-        ("output", f"{run_path}/logs/%x_%j.log"),
-        ("open-mode", "append"),
-        ("nodes", 1),
-        ("ntasks", 1),
-        ("cpus-per-task", _GATEWAY_CPUS),
-        ("mem", f"{_GATEWAY_MIB}M"),
-        ("time", block.time),
-        ("partition", block.gateway_partition or block.partition),
-        ("account", block.account),
-        ("qos", None if has_own else block.qos),
-    ]
-    lines = [*_options(words), f"signal=B:TERM@{_signal_s(deployment, deployment.gateway.drain_s)}", "no-requeue"]
+    words = {"nodes": 1, "ntasks": 1, "cpus-per-task": _GATEWAY_CPUS, "mem": f"{_GATEWAY_MIB}M"}
+    words |= {"partition": block.gateway_partition or block.partition, "qos": None if has_own else block.qos}
+    lines = _options(block, run_path, f"{run_path}/gateway", words)
+    lines += [f"signal=B:TERM@{_signal_s(deployment, deployment.gateway.drain_s)}", "no-requeue"]
     more = [line.removeprefix("--") for line in block.directives if not has_own]
     return lines + [line for line in more if not line.startswith(("gpu", "gres", "requeue"))]
 
 
 def gateway(deployment: Deployment, run_path: str, python: str, seen_from: Sequence[str]) -> str:
     """The script of a gateway's job. Its arguments are the id of the launch and the name of the unit."""
-    words = _service_python(deployment, run_path, python)
-    address = f"{run_path}/gateway/address.json"
-    return _service(
-        deployment, run_path, "gateway", gateway_directives(deployment, run_path),
-        f"hosts=$({words} -m penstock.hardware.network {shlex.join(seen_from)})",
-        # In place of the shell, so that a signal to the batch step reaches the gateway.
-        f"exec {words} -m penstock.gateway {shlex.quote(f'{run_path}/gateway.json')}"
-        f' --address {shlex.quote(address)} --unit "$2" --hosts $hosts',
-    )  # fmt: skip
+    lines, words = gateway_directives(deployment, run_path), {"seen_from": shlex.join(seen_from)}
+    return _script(deployment.slurm or Slurm(), GATEWAY_FILE, lines, run_path, python, words)
 
 
 def controller(deployment: Deployment, run_path: str, python: str) -> str:
     """The script of a controller's job, with the gateway's arguments and options. It restarts the controller."""
-    words = _service_python(deployment, run_path, python)
     lines = [line for line in gateway_directives(deployment, run_path) if not line.startswith(("signal", "no-requeue"))]
-    return _service(
-        deployment, run_path, "controller", [*lines, "requeue"],
-        f'until {words} -m penstock.deployment.controller {shlex.quote(run_path)} --unit "$2"; do sleep 5; done',
-    )  # fmt: skip
+    return _script(deployment.slurm or Slurm(), CONTROLLER_FILE, [*lines, "requeue"], run_path, python, {})
 
 
-def _service_python(deployment: Deployment, run_path: str, python: str) -> str:
-    store = store_file(deployment.gateway.store) if deployment.gateway.store else None
-    shared = run_path if store is None else f"{run_path},{store.parent}"
-    return shlex.join(_python(deployment.slurm or Slurm(), python, shared))
+def _python(block: Slurm, python: str) -> str:
+    """The interpreter on the nodes: the file's, that of the environment which the file names, or `python`.
 
-
-def _python(block: Slurm, python: str, shared: str, flags: Sequence[str] = ()) -> list[str]:
-    """Runs Python on the nodes: the file's, that of the environment which the file names, or `python`.
-
-    `shared`: what a container must see of the shared file system besides the home.
+    Next to a container it is the login node's: `python` of the file is the image's, and modules bring Apptainer.
     """
-    inside = ["apptainer", "exec", *flags, "--bind", shared, block.container] if block.container else []
-    has_own = block.modules or block.conda or block.venv or block.container
-    return [*inside, block.python or ("python3" if has_own else python)]
-
-
-def _shell(block: Slurm) -> str:
-    return "#!/bin/bash -l" if block.modules or block.conda else "#!/bin/bash"
-
-
-def _service(deployment: Deployment, run_path: str, role: str, lines: Sequence[str], *commands: str) -> str:
-    block = deployment.slurm or Slurm()
-    return "\n".join(
-        [
-            _shell(block),
-            *(f"#SBATCH --{line}" for line in lines),
-            _GIVE_UP,
-            *_prologue(block),
-            f'export PENSTOCK_RUN={shlex.quote(run_path)} PENSTOCK_RUN_ID="$1" PENSTOCK_ROLE={role}',
-            *commands,
-            "",
-        ]
-    )
+    has_own = block.conda or block.venv or (block.modules and not block.container)
+    own = None if block.container else block.python
+    return own or ("python3" if has_own else python)
 
 
 def probe(deployment: Deployment, python: str) -> str:
     """A script that prints a machine's facts with the nodes' Python, where that is shared. Not for containers."""
     block = deployment.slurm or Slurm()
-    words = shlex.join(_python(block, python, ""))
-    head = ['give_up() { echo "$*" >&2; exit 1; }', *_prologue(block)]
-    return "\n".join([*head, f"{words} -m penstock.hardware.detect", ""])
+    head = 'give_up() { echo "$*" >&2; exit 1; }'
+    return f"{head}\n{_prologue(block)}{shlex.quote(_python(block, python))} -m penstock.hardware.detect\n"
 
 
-def survey(deployment: Deployment, python: str, argv: Sequence[str], folder: str) -> list[str]:
+def survey(deployment: Deployment, python: str, argv: Sequence[str], folder: str, home: str) -> list[str]:
     """Arguments of srun that run `python ARGV` once on each node of a replica and write the answers to `folder`."""
     block = deployment.slurm or Slurm()
+    inside = _inside(deployment, python, folder, home, [folder], deployment.hardware.gpu is not None)
     lines = directives(deployment, Needs(0, None, None), folder)
-    script = "\n".join(
-        [
-            'give_up() { echo "$*" >&2; echo 1 >"$at.code"; exit 1; }',
-            f"at={shlex.quote(folder)}/$SLURM_PROCID",
-            'echo "${SLURMD_NODENAME:-$(hostname)}" >"$at.host"',
-            *_prologue(block),
-            '"${@//\\{rank\\}/$SLURM_PROCID}" >"$at.out" 2>"$at.err"',
-            'echo $? >"$at.code.new" && mv "$at.code.new" "$at.code"',
-        ]
-    )
+    # In a container that srun starts there is no module command.
+    prologue = _lines(block.prologue) if inside.step else _prologue(block)
+    script = _filled("survey.sh", {"folder": shlex.quote(folder), "prologue": prologue})
     flags = [f"--{line}" for line in lines if not line.startswith(_NOT_IN_SURVEY)] + ["--time=2"]
-    return [*flags, "bash", "-c", script, "survey", *_python(block, python, folder), *argv]
+    return [*flags, *inside.step, "bash", "-c", script, "survey", *inside.before, *argv]
 
 
 _NOT_IN_SURVEY = ("chdir=", "output=", "open-mode=", "signal=", "requeue", "no-requeue", "time=", "mem=", "exclusive")
@@ -312,14 +259,15 @@ _NOT_IN_SURVEY = ("chdir=", "output=", "open-mode=", "signal=", "requeue", "no-r
 _GIVE_UP = 'give_up() { echo "penstock: $*"; exit 1; }'
 
 
-def _prologue(block: Slurm) -> Iterator[str]:
-    yield from _environment(block)
-    yield from block.prologue
+def _prologue(block: Slurm) -> str:
+    return _lines([*_environment(block), *block.prologue])
 
 
 def _environment(block: Slurm) -> Iterator[str]:
-    for module in block.modules:
-        yield f"module load {shlex.quote(module)} || give_up {shlex.quote(f'could not load module {module}')}"
+    for line in block.modules:
+        # Not quoted: a path may have variables.
+        words = f"module {line}" if _COMMAND_OF_MODULE.match(line) else f"module load {line}"
+        yield f"{words} || give_up {shlex.quote(f'failed: {words}')}"
     if block.conda:
         failed = shlex.quote(f"could not activate the conda environment {block.conda}")
         yield f'eval "$(conda shell.bash hook)" && conda activate {shlex.quote(block.conda)} || give_up {failed}'
@@ -331,7 +279,8 @@ def _environment(block: Slurm) -> Iterator[str]:
 def problems(deployment: Deployment, run_path: str) -> list[Problem]:
     """Values that may not stand in a script, or that penstock sets itself."""
     block = deployment.slurm or Slurm()
-    return [*_text_problems(block), *_value_problems(deployment, block, run_path), *_directive_problems(block)]
+    more = (*_value_problems(deployment, block, run_path), *_directive_problems(block), *container.problems(block))
+    return [*_text_problems(block), *more]
 
 
 def _text_problems(block: Slurm) -> Iterator[Problem]:
@@ -342,6 +291,7 @@ def _text_problems(block: Slurm) -> Iterator[Problem]:
         hint = "no quotes, no spaces" if field in words else "one line of text"
         for text in (value,) if isinstance(value, str) else value or ():
             is_good = _is_word(text) if field in words else text and text.replace("\t", " ").isprintable()
+            is_good = is_good and (field != "modules" or _MODULE.match(text))
             if not is_good:
                 yield Problem(f"slurm.{field}", f"{text!r} cannot be written in a batch script", hint)
 
@@ -351,15 +301,11 @@ def _value_problems(deployment: Deployment, block: Slurm, run_path: str) -> Iter
         yield Problem("slurm.time", f'"{block.time}" is no time', 'minutes, or "days-hours:minutes:seconds"')
     if block.memory is not None and _is_word(block.memory) and mib_of(block.memory) is None:
         yield Problem("slurm.memory", f'"{block.memory}" is no size', "a number with K, M, G or T: 64G; 0: all")
-    if block.cpus_per_node is not None and block.cpus_per_node < 1:
-        yield Problem("slurm.cpus_per_node", f"{block.cpus_per_node} is below 1")
     if block.controller == "job" and deployment.gateway.on != "job":
         yield Problem("slurm.controller", '"job", but the gateway is not in a job', "set gateway.on: job")
     if block.controller == "job" and deployment.chat_page is not None and deployment.chat_page.login == "none":
         words = "everyone who reaches the controller's node could use the engines"
         yield Problem("ui.login", words, "remove it; people log in with a key: penstock keys create NAME")
-    if block.successor_s is not None and block.successor_s < 0:
-        yield Problem("slurm.successor_s", f"{block.successor_s:g} is below 0")
     if not _PATH.match(run_path):
         words = f'the run folder "{run_path}" cannot be written in a batch script'
         yield Problem("", words, "set PENSTOCK_HOME to another")
@@ -377,8 +323,10 @@ def _directive_problems(block: Slurm) -> Iterator[Problem]:
             yield Problem("slurm.directives", f"{line!r} is more than one option", "one each")
         elif name in _OURS:
             yield Problem("slurm.directives", f'"{name}" is set by penstock', "remove it")
-        elif name in _FIELDS:
-            yield Problem("slurm.directives", f'"{name}" is set by another field', f"set slurm.{_FIELDS[name]}")
+        elif name in (*_FIELDS, *_SAME):
+            yield Problem(
+                "slurm.directives", f'"{name}" is set by another field', f"set slurm.{_FIELDS.get(name, name)}"
+            )
 
 
 def _is_word(value: str) -> bool:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from penstock.errors import Problem, nearest
-from penstock.hardware import Gpu, Machine, catalog
+from penstock.hardware import Machine, catalog
 from penstock.spec.blocks import Slurm
 from penstock.spec.deployment import Deployment
+from penstock.targets import assumed
 from penstock.targets.slurm.queue import mib_of, seconds_of
-from penstock.text import GIB, MIB, show_seconds
+from penstock.text import MIB, show_seconds
 
 _SHOWN = 8
 _OUT = ("DOWN", "DRAIN", "FAIL", "UNKNOWN", "POWERED_DOWN", "NOT_RESPONDING", "*", "MAINT")
@@ -218,7 +217,7 @@ def _node_problems(
             yield Problem("slurm.constraint", words, f"features there: {', '.join(features) or 'none'}")
         return
     n_gpus, host = max((node.n_gpus, node.name) for node in nodes)
-    wanted = _gpus_wanted(deployment) or 0
+    wanted = gpus_wanted(deployment) or 0
     if wanted > n_gpus:
         field = "slurm.gres" if block.gres else "hardware.gpus_per_node"
         has = f"the most is {n_gpus} on {host}" if n_gpus else "they have none"
@@ -235,7 +234,7 @@ def _node_problems(
     yield from _card_problems(deployment, nodes)
 
 
-def _gpus_wanted(deployment: Deployment) -> int | None:
+def gpus_wanted(deployment: Deployment) -> int | None:
     """GPUs a node; None, which is all that a node has, where the file does not say."""
     block = deployment.slurm or Slurm()
     if block.gres is not None:
@@ -270,28 +269,26 @@ def least_memory_mib(site: Site | None, deployment: Deployment) -> int | None:
     return min((node.memory_mib for node in nodes if node.memory_mib), default=None)
 
 
-def machines(site: Site | None, deployment: Deployment, versions: dict[str, str]) -> list[Machine]:
-    """What a job gets on each node that it may land on. Without a site: what the file names, on as many nodes."""
-    block, hardware = deployment.slurm or Slurm(), deployment.hardware
-    kind = gpu_type(site, deployment)
-    nodes = candidates(site, block, kind) if site is not None else []
-    up, wanted = [node for node in nodes if node.is_up] or nodes, _gpus_wanted(deployment)
-    if not up:
-        wanted = wanted or 0
-        kinds = {"": wanted} if wanted else {}
-        up = [
-            SiteNode(f"node-{rank + 1}", _UNKNOWN_CPUS, _UNKNOWN_MIB, kinds, frozenset(), frozenset(), True)
-            for rank in range(hardware.nodes)
-        ]
+def machines(site: Site, deployment: Deployment, versions: dict[str, str]) -> list[Machine]:
+    """What a job gets on each node that it may land on."""
+    block, kind = deployment.slurm or Slurm(), gpu_type(site, deployment)
+    nodes, wanted = candidates(site, block, kind), gpus_wanted(deployment)
+    up = [node for node in nodes if node.is_up] or nodes
     counts = [node.n_gpus if kind is None else node.gpus[kind] for node in up]
     return [
-        _machine(node, block, count if wanted is None else wanted, hardware.gpu, versions)
+        _machine(node, block, count if wanted is None else wanted, deployment.hardware.gpu, versions)
         for node, count in zip(up, counts, strict=True)
         if count >= (wanted or 0)
     ]
 
 
-_UNKNOWN_CPUS, _UNKNOWN_MIB = 64, 1024 * 1024
+def machines_of_file(deployment: Deployment, reason: str) -> list[Machine]:
+    """The same for a site that for this reason could not be asked, by the file alone."""
+    block = deployment.slurm or Slurm()
+    n_bytes = (mib_of(block.memory or "") or 0) * MIB or None
+    return assumed.machines_of_file(
+        deployment, reason, n_gpus=gpus_wanted(deployment), n_cpus=block.cpus_per_node, memory_bytes=n_bytes
+    )
 
 
 def _machine(node: SiteNode, block: Slurm, n_gpus: int, card: str | None, versions: dict[str, str]) -> Machine:
@@ -301,16 +298,6 @@ def _machine(node: SiteNode, block: Slurm, n_gpus: int, card: str | None, versio
         n_cpus=min(block.cpus_per_node or node.cpus, node.cpus),
         memory_bytes=node.memory_mib * MIB,
         memory_free_bytes=min(memory, node.memory_mib) * MIB,
-        gpus=tuple(_gpus(n_gpus, card)),
+        gpus=assumed.gpus_of(card, n_gpus),  # Slurm allocates whole GPUs, so all memory counts as free
         versions=versions,
     )
-
-
-def _gpus(count: int, card: str | None) -> Iterable[Gpu]:
-    """The catalogue's card; Slurm allocates whole GPUs, so all memory counts as free."""
-    if card is None:
-        return (Gpu(index, "GPU", 80 * GIB, 80 * GIB) for index in range(count))
-    known = catalog.gpu(card)
-    size = (known.memory.nvidia_smi_mib or math.ceil(known.memory.torch_total_gib * 1024)) * MIB
-    name = known.names[0] if known.names else known.id
-    return itertools.starmap(Gpu, ((index, name, size, size) for index in range(count)))

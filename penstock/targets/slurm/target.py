@@ -23,10 +23,12 @@ import msgspec
 from penstock.errors import PenstockError, Problem, UserError
 from penstock.hardware import Machine
 from penstock.paths import home
+from penstock.planner import Plan
 from penstock.run_folder import Artifact, Handle, Kind, Launch, Run, Unit, order, replica, unit_of
 from penstock.spec.blocks import Slurm as SlurmBlock
 from penstock.spec.deployment import Deployment
-from penstock.targets import Login, Placement, Surveyed, Target, assumed
+from penstock.targets import Login, Placement, Surveyed, Target
+from penstock.targets.code_archive import unpack
 from penstock.targets.openssh import is_legal
 from penstock.targets.slurm import commands, queue, site
 from penstock.targets.slurm import script as slurm_script
@@ -68,6 +70,12 @@ class Slurm(Target):
         limit_s = queue.seconds_of(_block(deployment).time or "")
         return None if limit_s is None else ("slurm.time", limit_s)
 
+    def warnings(self, deployment: Deployment, plan: Plan) -> tuple[str, ...]:
+        n_reserved = (site.gpus_wanted(deployment) or 0) if _block(deployment).gres is not None else 0
+        n_used = plan.ranks_each if plan.device == "cuda" else 0
+        words = f"slurm.gres reserves {n_reserved} GPUs on each node, and the plan uses {n_used or 'none'}"
+        return (words,) if n_reserved > n_used else ()
+
     def login(self, deployment: Deployment) -> Login | None:
         block = _block(deployment)
         if block.login is None or shutil.which("sbatch") is not None:
@@ -94,7 +102,8 @@ class Slurm(Target):
     def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
         why = self._read_site(is_rehearsal)
         if why is not None:
-            return [assumed(machine, why) for machine in site.machines(None, deployment, {})]
+            return site.machines_of_file(deployment, why)
+        assert self._site is not None
         return site.machines(self._site, deployment, commands.versions(deployment))
 
     def _read_site(self, is_rehearsal: bool) -> str | None:
@@ -114,7 +123,9 @@ class Slurm(Target):
         home().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=home(), prefix="survey.") as folder:  # on the shared file system
             name = f"penstock-survey-{secrets.token_hex(4)}"
-            words = slurm_script.survey(deployment, sys.executable, argv, folder)
+            if _block(deployment).container:
+                unpack(Path(folder) / slurm_script.CODE)
+            words = slurm_script.survey(deployment, sys.executable, argv, folder, str(Path.home()))
             output = _run_survey(["srun", f"--job-name={name}", *words], name, timeout_s)
             surveyed = _surveyed(Path(folder))
         if not surveyed and folder in output:  # the nodes could not write into it
@@ -126,7 +137,8 @@ class Slurm(Target):
         text = msgspec.json.format(msgspec.json.encode(launch), indent=2).decode()
         card, most_mib = site.gpu_type(self._site, deployment), site.least_memory_mib(self._site, deployment)
         needs = slurm_script.needs_of(launch.plan, _block(deployment), card, most_mib)
-        files = {slurm_script.FILE: slurm_script.render(deployment, launch.plan, run_path, python, needs)}
+        text_of_job = slurm_script.render(deployment, launch.plan, run_path, python, needs, str(Path.home()))
+        files = {slurm_script.FILE: text_of_job}
         if "gateway" in self.placed(deployment):
             here = [urlsplit(url).hostname or "" for url in launch.announce_urls]
             files[slurm_script.GATEWAY_FILE] = slurm_script.gateway(deployment, run_path, python, here)
@@ -234,6 +246,8 @@ class Slurm(Target):
         file = str(run.artifact_path / _FILES[unit.kind])
         argv = ["sbatch", "--parsable", f"--job-name={name}", file, launch, unit.name]
         if unit.kind == "replica":
+            if _block(run.deployment()).container:
+                unpack(run.path / slurm_script.CODE)
             argv = [w.replace("{replica}", unit.name).replace("{launch}", launch) for w in run.artifact().argv]
         if lost:
             argv.insert(1, f"--exclude={','.join([*slurm_script.excluded(run.deployment()), *lost])}")

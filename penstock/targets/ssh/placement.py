@@ -138,7 +138,9 @@ class RunHosts:
                 raise PenstockError(f"could not place replica {replica}: {error}", is_retryable=True)
         self.keep(replica)
         self.run.log(f"replica-{replica}").unlink(missing_ok=True)
-        self._note_places(prepared)
+        known = {place.host: place for place in self._places()}
+        known |= {there.host: RunPlace(there.host, there.python, self._folder(there)) for there in prepared}
+        paths.write_atomically(self._places_file, msgspec.json.encode(list(known.values())))
         local = before[0].local if before else free_lasting_ports(1)[0]
         ranks = {host: rank for rank, host in enumerate(hosts) if before is None or not before[rank].lives(looks)}
         answers = at_once(list(ranks), lambda host: self._start(replica, ranks[host], prepared, local, before))
@@ -293,11 +295,6 @@ class RunHosts:
             return msgspec.json.decode(self._places_file.read_bytes(), type=list[RunPlace])
         except (OSError, msgspec.MsgspecError):
             return []
-
-    def _note_places(self, prepared: Sequence[PreparedHost]) -> None:
-        known = {place.host: place for place in self._places()}
-        known |= {there.host: RunPlace(there.host, there.python, self._folder(there)) for there in prepared}
-        paths.write_atomically(self._places_file, msgspec.json.encode(list(known.values())))
 
 
 def end_there(ssh: Ssh, place: RunPlace, message: End) -> None:

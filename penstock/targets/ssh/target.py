@@ -23,7 +23,8 @@ from penstock.hardware.detect import machine_in
 from penstock.run_folder import Artifact, Handle, Launch, Left, Run, Unit, replica
 from penstock.spec.blocks import Ssh as Block
 from penstock.spec.deployment import DEMO_MODEL, Deployment
-from penstock.targets import Placement, Surveyed, Target, machines_of_file
+from penstock.targets import Placement, Surveyed, Target
+from penstock.targets.assumed import machines_of_file
 from penstock.targets.openssh import Ssh, at_once, is_legal, short_name
 from penstock.targets.ssh import logs as streams
 from penstock.targets.ssh.agent import End
@@ -79,7 +80,7 @@ class OverSsh(Target):
         except PenstockError as exc:
             if not (is_rehearsal and exc.is_retryable):
                 raise
-            return machines_of_file(deployment, list(map(short_name, _block(deployment).hosts)), exc.message)
+            return machines_of_file(deployment, exc.message, list(map(short_name, _block(deployment).hosts)))
 
     def _machines(self, deployment: Deployment) -> list[Machine]:
         machines = []

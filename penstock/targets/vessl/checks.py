@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 
+from penstock.engines.vllm.images import versions_of
 from penstock.errors import PenstockError, Problem, UserError, nearest
-from penstock.hardware import Gpu, Machine, catalog, detect
-from penstock.planner.engine_versions import NEWEST
+from penstock.hardware import Machine, catalog
 from penstock.spec.deployment import Deployment
+from penstock.targets.assumed import gpus_of
 from penstock.targets.vessl import run_yaml
 from penstock.targets.vessl.api import Api, Preset
 from penstock.targets.vessl.run_yaml import block_of
 from penstock.targets.vessl.service_api import ServiceApi
-from penstock.text import MIB
 from penstock.wire.container import SECRET_VARIABLE
 
 _SHOWN = 6
@@ -258,19 +258,12 @@ def card_of(preset: Preset) -> str | None:
     return plain.get((preset.gpu_type or "").lower())
 
 
-def machine(preset: Preset) -> Machine:
-    """What a run with that preset has, as VESSL describes it, with the engine of the public image."""
-    memory = n_bytes(preset.memory_limit or "")
-    gpus: tuple[Gpu, ...] = ()
-    card_id = card_of(preset)
-    if preset.gpu_limit and card_id is not None:
-        card = catalog.gpu(card_id)
-        size = (card.memory.nvidia_smi_mib or round(card.memory.torch_total_gib * 1024)) * MIB
-        name = card.names[0] if card.names else card.id
-        gpus = tuple(Gpu(index, name, size, size) for index in range(preset.gpu_limit))
-    versions = {**detect.versions(), "vllm": NEWEST}
+def machine(deployment: Deployment, preset: Preset) -> Machine:
+    """What a run with that preset has, as VESSL describes it, with the engine of its image."""
+    memory, card = n_bytes(preset.memory_limit or ""), card_of(preset)
+    gpus = gpus_of(card, preset.gpu_limit or 0) if card is not None else ()
     n_cpus = max(1, int(preset.cpu_limit or 1))
-    return Machine(preset.name, n_cpus, memory, memory, gpus, versions=versions)
+    return Machine(preset.name, n_cpus, memory, memory, gpus, versions=versions_of(deployment))
 
 
 def n_bytes(text: str) -> int:

@@ -11,13 +11,12 @@ from typing import Any
 import msgspec
 
 from penstock import __version__
-from penstock.errors import UserError
+from penstock.engines.vllm import images
 from penstock.planner import Plan
 from penstock.planner.engine_versions import NEWEST
 from penstock.spec import reading
 from penstock.spec.blocks import Vessl
 from penstock.spec.deployment import Deployment, Replicas
-from penstock.targets.images import engine_words, public_image
 from penstock.wire.container import SECRET_VARIABLE
 
 Object = dict[str, Any]
@@ -59,23 +58,15 @@ def weights_folder(deployment: Deployment) -> str | None:
     return WEIGHTS if weights is not None and weights.startswith((_VOLUME, _ARTIFACT)) else deployment.cache.folder
 
 
-def image(deployment: Deployment, plan: Plan) -> str:
-    """Raises UserError where only the user knows one."""
-    found = block_of(deployment).image or public_image(plan)
-    if found is None:
-        hint = "Set vessl.image to one with the engine, Python 3.11, msgspec, psutil and pyyaml."
-        raise UserError(f"cannot choose an image for engine {engine_words(plan)}", hint=hint)
-    return found
-
-
 def form(deployment: Deployment, plan: Plan) -> Object:
-    """Of a run or of a revision, fields in VESSL's own order.  Raises UserError as `image` does."""
-    return _form(deployment, image(deployment, plan), _plan_text(plan))
+    """Of a run or of a revision, fields in VESSL's own order.  Raises UserError as `images.image` does."""
+    return _form(deployment, images.image(deployment, plan), _plan_text(plan))
 
 
 def unplanned(deployment: Deployment) -> Object:
     """As `form`, before the plan, for VESSL to judge."""
-    return _form(deployment, block_of(deployment).image or f"vllm/vllm-openai:v{NEWEST}", "{}")
+    public = images.public_image(images.named_version(deployment) or NEWEST)
+    return _form(deployment, block_of(deployment).image or public, "{}")
 
 
 def _form(deployment: Deployment, image: str, plan: str) -> Object:

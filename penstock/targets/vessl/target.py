@@ -12,10 +12,12 @@ from contextlib import AbstractContextManager
 
 from penstock.errors import PenstockError, Problem, UserError
 from penstock.hardware import Machine
+from penstock.planner import Plan
 from penstock.run_folder import Artifact, Desired, Handle, Kind, Launch, Run, Unit, no_address, order
 from penstock.spec.blocks import Vessl
 from penstock.spec.deployment import Deployment
-from penstock.targets import Adopted, Placement, Target, Tunnel, machines_of_file
+from penstock.targets import Adopted, Placement, Target, Tunnel
+from penstock.targets.assumed import machines_of_file
 from penstock.targets.vessl import checks, folder, run_yaml
 from penstock.targets.vessl.api import Preset
 from penstock.targets.vessl.connections import Connections
@@ -59,7 +61,7 @@ class OnVessl(Target):
             self._presets[deployment.name] = preset
         return [*problems, *(problem for problem in found if problem.path not in {each.path for each in problems})]
 
-    def warnings(self, deployment: Deployment) -> tuple[str, ...]:
+    def warnings(self, deployment: Deployment, plan: Plan) -> tuple[str, ...]:
         preset, weights = self._presets.get(deployment.name), deployment.cache.weights or ""
         notes = [] if preset is None else [checks.price(preset)]
         if run_yaml.weights_folder(deployment) is None:
@@ -79,7 +81,7 @@ class OnVessl(Target):
     def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
         block = block_of(deployment)
         if is_rehearsal:
-            return machines_of_file(deployment, [block.preset or "machine"], "a rehearsal does not ask VESSL")
+            return machines_of_file(deployment, "a rehearsal does not ask VESSL", [block.preset or "machine"])
         preset = self._presets.get(deployment.name)
         if preset is None:
             asked = self._connections.of_block(block)
@@ -88,7 +90,7 @@ class OnVessl(Target):
             preset = next((row for row in rows if row.name == block.preset), None)
         if preset is None:
             raise UserError(f'there is no preset "{block.preset}" in cluster "{block.cluster}"')
-        return [checks.machine(preset)]
+        return [checks.machine(deployment, preset)]
 
     def render(self, launch: Launch, python: str, deployment: Deployment) -> Artifact:
         is_service = block_of(deployment).kind == "service"

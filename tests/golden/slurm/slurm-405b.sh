@@ -6,10 +6,10 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --mem=0
 #SBATCH --gpus-per-node=h100:4
-#SBATCH --time=1-0
 #SBATCH --partition=gpu
-#SBATCH --account=lab
 #SBATCH --qos=large
+#SBATCH --time=1-0
+#SBATCH --account=lab
 #SBATCH --exclusive
 #SBATCH --signal=INT@140
 #SBATCH --requeue
@@ -27,8 +27,8 @@ give_up() {
   exit 1
 }
 note "started $SLURM_JOB_NODELIST"
-module load cuda/12.8 || give_up 'could not load module cuda/12.8'
-module load nccl || give_up 'could not load module nccl'
+module load cuda/12.8 || give_up 'failed: module load cuda/12.8'
+module load nccl || give_up 'failed: module load nccl'
 source /shared/envs/vllm/bin/activate || give_up 'could not activate the virtual environment /shared/envs/vllm'
 
 # Slurm sends TERM to everything and, KillWait later, KILL. The nodes end by themselves in that time; this shell waits.

@@ -7,8 +7,8 @@
 #SBATCH --cpus-per-task=16
 #SBATCH --mem=73728M
 #SBATCH --gpus-per-node=h100:4
-#SBATCH --time=12:00:00
 #SBATCH --partition=gpu
+#SBATCH --time=12:00:00
 #SBATCH --account=lab
 #SBATCH --signal=INT@140
 #SBATCH --requeue

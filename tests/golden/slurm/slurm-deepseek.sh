@@ -6,8 +6,8 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --mem=0
 #SBATCH --gpus-per-node=h100:8
-#SBATCH --time=2-0
 #SBATCH --constraint=h200&ib
+#SBATCH --time=2-0
 #SBATCH --exclusive
 #SBATCH --signal=INT@140
 #SBATCH --requeue
@@ -36,12 +36,12 @@ step=(srun --overlap --mem=0 --ntasks-per-node=1 --cpu-bind=none)
 on_node=''  # the lines of slurm.prologue: each node runs them
 
 "${step[@]}" --label --wait=10 bash -c "$on_node"'exec "$@" --rank "$SLURM_PROCID"' node \
-  apptainer exec --nv --bind /home/ada/.penstock/runs/deepseek-v3 /shared/images/vllm-0.33.sif python3 -m penstock.node.detached "$run" "$launch" "$replica" --hosts "$hosts" --kill-after "${kill_wait:-30}"
+  apptainer exec --nv --bind /home/ada/.penstock,/shared/models/x /shared/images/vllm-0.33.sif env -u PYTHONHOME PYTHONNOUSERSITE=1 PYTHONPATH=/home/ada/.penstock/runs/deepseek-v3/code HOME=/home/ada python3 -m penstock.node.detached "$run" "$launch" "$replica" --hosts "$hosts" --kill-after "${kill_wait:-30}"
 code=$?
 
 # Whatever a killed node left behind: without cgroups it would outlive the job.
 note "sweeping after $code"
 "${step[@]}" bash -c "$on_node"'exec "$@"' leftovers \
-  apptainer exec --nv --bind /home/ada/.penstock/runs/deepseek-v3 /shared/images/vllm-0.33.sif python3 -m penstock.node.leftovers "$run" "$launch" "$replica"
+  /usr/bin/python3 -m penstock.node.leftovers "$run" "$launch" "$replica"
 note "ended $code"
 exit $code
