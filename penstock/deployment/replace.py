@@ -119,7 +119,7 @@ def give_up(
     if not old.exists():
         end()
         return None
-    say(f"starting the {run.name} that it was to replace again ...")
+    say(f"starting {run.name} as it ran before ...")
     try:
         config = msgspec.json.decode(old.gateway_config.read_bytes(), type=GatewayConfig)
         public, admin = parse_address(config.listen), parse_address(config.admin)
