@@ -48,7 +48,7 @@ ROOMS = {
     "gateway/live/": (680, 390),
     "gateway/routing/": (1018, 900),
     "gateway/workers/": (765, 670),
-    "deployment/": (3832, 2620),
+    "deployment/": (3790, 2620),
     "deployment/controller/": (1871, 1720),
     "deployment/doctor/": (1121, 780),
     "deployment/container/": (488, 120),
