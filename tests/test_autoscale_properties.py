@@ -1,7 +1,10 @@
-"""What holds for every load: bounds, more load never fewer replicas, nothing ends without data, states survive."""
+"""What holds for every load: bounds, no overshoot, more load never fewer, nothing ends without data, states survive."""
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -11,12 +14,14 @@ from hypothesis import strategies as st
 
 from penstock.deployment.autoscale import STALE_S, Decision, Policy, Recent, ReplicaSample, Sample, State, scale
 from penstock.spec.deployment import Replicas, ScalingPolicy, ScalingRules
+from penstock.testing.scaling import traces
+from penstock.testing.scaling.comparison import Follower, run
 
 pytestmark = pytest.mark.simulation
 
 METRICS = st.sampled_from(("slo", "waiting", "in_flight", "kv"))
 STATES: st.SearchStrategy[Literal["starting", "ready", "draining"]] = st.sampled_from(("starting", "ready", "draining"))
-COUNTS = st.integers(0, 200)
+COUNTS, STARTS = st.integers(0, 200), st.sampled_from((5.0, 20.0, 100.0, 300.0, 900.0))
 
 
 @st.composite
@@ -33,7 +38,7 @@ def policies(draw: st.DrawFn, metric: str | None = None) -> Policy:
         down=draw(st.sampled_from((None, rules))),
         idle_s=draw(st.sampled_from((10.0, 900.0))),
     )
-    return Policy(replicas, start_s=draw(st.sampled_from((5.0, 20.0, 100.0, 900.0))))
+    return Policy(replicas, start_s=draw(STARTS))
 
 
 @st.composite
@@ -70,15 +75,6 @@ def followed(rows: list[Sample], policy: Policy, state: State = State()) -> list
     return decisions
 
 
-@settings(max_examples=60)
-@given(histories(), policies())
-def test_a_decision_is_within_min_and_max_and_one_sentence(rows: list[Sample], policy: Policy) -> None:
-    for decision in followed(rows, policy):
-        assert policy.replicas.min <= decision.replicas <= policy.replicas.max
-        assert decision.reason and "\n" not in decision.reason
-        assert decision.state.replicas == decision.replicas
-
-
 @settings(max_examples=150)
 @given(histories(25), policies(), st.data())
 def test_more_load_never_gives_fewer_replicas(rows: list[Sample], policy: Policy, data: st.DataObject) -> None:
@@ -103,20 +99,22 @@ def test_more_load_never_gives_fewer_replicas(rows: list[Sample], policy: Policy
 def test_nothing_ends_without_fresh_samples(rows: list[Sample], policy: Policy, later_s: float) -> None:
     before = followed(rows, policy)[-1]
     for recent in (Recent(tuple(rows)), Recent()):
-        assert scale(recent, before.state, policy, rows[-1].t + later_s).replicas >= before.replicas
+        later = scale(recent, before.state, policy, rows[-1].t + later_s)
+        assert later.replicas >= before.replicas and "no sample for 15 s" in later.reason
 
 
 @settings(max_examples=60)
 @given(histories(), policies())
-def test_equal_inputs_give_equal_decisions_and_the_state_survives_json(rows: list[Sample], policy: Policy) -> None:
-    *past, last = rows
-    state = followed(past, policy)[-1].state if past else State()
-    loaded = msgspec.json.decode(msgspec.json.encode(state), type=State)
-    assert loaded == state
-    first = scale(Recent((last,)), state, policy, last.t)
-    assert scale(Recent((last,)), loaded, policy, last.t) == first
+def test_a_decision_is_within_min_and_max_and_follows_from_its_inputs(rows: list[Sample], policy: Policy) -> None:
+    before = State()
+    for row, decision in zip(rows, followed(rows, policy), strict=True):
+        assert policy.replicas.min <= decision.replicas <= policy.replicas.max
+        assert decision.state.replicas == decision.replicas and decision.reason and "\n" not in decision.reason
+        loaded = msgspec.json.decode(msgspec.json.encode(before), type=State)
+        assert loaded == before and scale(Recent((row,)), loaded, policy, row.t) == decision
+        before = decision.state
     # Samples that were counted already change nothing.
-    assert scale(Recent((*past, last)), state, policy, last.t) == first
+    assert scale(Recent(tuple(rows)), loaded, policy, row.t) == decision
 
 
 @settings(max_examples=30)
@@ -132,6 +130,41 @@ def test_a_constant_load_reaches_a_number_in_ten_minutes_and_stays(
     numbers = [decision.replicas for decision in followed(rows, policy)]
     settled = 599 if start_s < 200 else 999  # three start times pass before the last one ends
     assert len(set(numbers[settled:])) == 1
+
+
+SHAPES: dict[str, Callable[[float, float], float]] = {
+    "square": lambda t, period_s: float(t % period_s >= period_s / 2),
+    "ramp": lambda t, period_s: min(1.0, t / period_s),
+    "spike": lambda t, period_s: float(t % period_s < 60),
+    "noise": lambda _, __: 0.5,
+}
+
+
+def busiest(state: State) -> float:
+    """The load of the busiest span that ends now, in replicas."""
+    read, written = state.prefill, state.decode
+    spans = [span for span in (2, 4, 8, 15, 30, 60) if span <= len(read)]
+    loads = [sum(read[-span:]) / (span + 1) + statistics.fmean(written[-max(span, 30) :]) for span in spans]
+    return max([*loads, (sum(read) + sum(written)) / max(20, len(read))])
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(sorted(SHAPES)), st.floats(120, 1200), st.floats(1, 8), STARTS, st.integers(0, 99))
+def test_no_order_exceeds_the_highest_load_of_two_minutes_and_its_reserve(
+    shape: str, period_s: float, height: float, start_s: float, seed: int
+) -> None:
+    trace = traces.poisson(shape, 1500.0, lambda t: 0.5 + height * SHAPES[shape](t, period_s), seed, 6000.0, 750.0)
+    policy, loads = Policy(Replicas(min=1, max=64), start_s), list[float]()
+    follower, roots = Follower(policy), 0.75 if start_s <= 100 else 1.25
+
+    def scaler(sample: Sample) -> int:
+        before, number = follower.state.replicas or len(sample.replicas), follower(sample)
+        loads.append(busiest(follower.state))
+        highest = max(loads[-120:])
+        assert number <= max(before, math.ceil(highest + roots * math.sqrt(highest))), follower.decisions
+        return number
+
+    run(trace, scaler, policy)
 
 
 @settings(max_examples=60)

@@ -97,7 +97,7 @@ def test_replay_prints_a_decision_for_each_sample(replayed: Callable[..., Done],
     block, whole = tmp_path / "block.yaml", tmp_path / "whole.yaml"
     block.write_text("min: 0\nmax: 3\n")
     whole.write_text("replicas: {min: 0, max: 2, metric: in_flight, target: 1}\nworkload: {ttft_ms: 500}\n")
-    lines = ['{"t": 1.5, "unknown": [1]}', "", '{"t": 2.5, "arrivals": 9.0, "prompt_tokens": 9000.4, "held": 900}']
+    lines = ['{"t": 1.5, "unknown": [1]}', "", '{"t": 2.5, "arrivals": 9.0, "prompt_tokens": 90000.4, "held": 900}']
     first, second = replayed("\n".join(lines), "--policy", block, "--start-s", 20).events
     assert first == {"t": 1.5, "replicas": 0, "reason": first["reason"]} and second["replicas"] == 3
     lines[2] = '{"t": 2.5, "in_flight": 9}'

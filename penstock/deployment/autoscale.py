@@ -5,12 +5,14 @@ the same lines, which `penstock autoscale replay` reads.
 
 Theory of operation. Load is work: a request is `prompt / prefill rate + output / decode rate` seconds of one replica,
 so that the work that arrives in a second is a number of replicas. Output is not known when a request arrives; the mean
-of finished requests stands for it. Three questions are asked each second, and the largest answer wins:
+of finished requests stands for it. Two questions are asked each second, and the larger answer is the need:
 
-- What does the load of the last two minutes need, where its trend puts it when a replica ordered now is ready? A
-  reserve that grows with the root of the load carries its noise.
+- What does the load of the last two minutes need? A reserve that grows with the root of the load carries its noise.
 - What did the last seconds need? Work W that came within s seconds can be served in time by W / (s + slack) replicas.
-- What empties the queue, with what will have come by the time that a replica is ready, half a start later?
+
+A queue is no load. While one stands, two and a half times the reserve is wanted, over the highest load of two minutes:
+never more, however long the queue and a start are. One exception: what a replica can may be assumed wrong, so that a
+queue which gets no shorter, while nothing starts, orders one more than there are.
 
 What was needed once is kept for a time. Each number of replicas remembers when it was needed last, and the pauses after
 which it was needed again; it is kept over a pause where that cost less, in the past, than having to start again.
@@ -32,14 +34,13 @@ STALE_S = 15.0
 _WINDOW_S, _SPANS_S = 120, (2, 4, 8, 15, 30, 60)
 # Answers are written over seconds, so that their work never counts over less than this.
 _DECODE_SPAN_S = 30
-_BUCKET_S, _N_BUCKETS = 10.0, 140
-_NO_LOAD: dict[str, Any] = {"prefill": (), "decode": (), "buckets": (), "bucket": (0.0, 0.0), "part": (0.0, 0.0, 0.0)}
+_NO_LOAD: dict[str, Any] = {"prefill": (), "decode": (), "part": (0.0, 0.0, 0.0)}
 _LEAST_PART_S = 0.75  # samples that come faster are counted together
 _FIRST_S = 20  # a mean of fewer seconds is one of these with nothing before
-# Before 20 requests were seen: a short prompt's prefill and 150 tokens, at usual rates.
-_PRIOR_WORK_S, _ENOUGH_REQUESTS = 0.25, 20.0
-# A queue of so many seconds is more than a few requests that came at once.
-_LEAST_QUEUE_S = 4.0
+_ENOUGH_REQUESTS = 20.0  # for a mean
+# A queue of so many seconds is more than a few requests that came at once, and wants so many times the reserve; one
+# that gets no shorter for so many is more than the replicas can do.
+_LEAST_QUEUE_S, _QUEUE_RESERVES, _STANDING_S = 10.0, 2.5, 60.0
 _MEMORY = 0.999  # of the means of requests, a second: 1,000 s
 _LEAST_HOLD_S, _MOST_HOLD_S = 150.0, 900.0
 _DEAD_BAND = 0.4
@@ -51,12 +52,9 @@ _GOOD_SHARE, _HOUR_MEMORY = 0.985, 0.9997
 _DEAR_LEAST, _DEAR_MOST, _DEAR_RESERVE = 1.5, 2.0, 0.7
 _QUICK_S = 100.0  # with longer starts more tokens are late whatever is kept: the price rises less
 _HOLD_STARTS = 0.6
-# A queue is to be empty in half a start; what comes until then is that of the last 30 s.
-_QUEUE_SPAN, _DRAIN_STARTS = 30, 0.5
-_TREND = 0.8  # a trend does not last
 _N_PAUSES, _SHORT_PAUSE_S = 8, 30.0
 _MOST_LEVELS = 512
-_MOST_CAUTION, _BAD_SHARE = 1.5, 0.9
+_MOST_CAUTION = 1.5
 # What is divided by the target, where the file has none.
 _TARGETS = {"waiting": 10.0, "in_flight": 64.0, "kv": 0.8, "rate": 1.0}
 _HPA_MOST_S = 3600.0
@@ -121,17 +119,13 @@ class Level(msgspec.Struct, frozen=True):
 
 
 class Means(msgspec.Struct, frozen=True):
-    """What requests are like: sums that forget over 1,000 s. `noise_s`: the load's variance in a second over its mean;
-    `hour_good`, `hour_total`: first tokens of about an hour. `caution`: what the load is multiplied by, more than 1
-    after promises were broken while requests queued."""
+    """What requests are like: sums that forget over 1,000 s. `hour_good`, `hour_total`: first tokens of about an hour.
+    `caution`: what the load is multiplied by, more than 1 after a queue that got no shorter."""
 
     requests: float = 0.0
     prompts_s: float = 0.0
     finished: float = 0.0
     output_tokens: float = 0.0
-    noise_s: float = 0.3
-    ttft_good: float = 0.0
-    ttft_total: float = 0.0
     hour_good: float = 0.0
     hour_total: float = 0.0
     caution: float = 1.0
@@ -140,10 +134,11 @@ class Means(msgspec.Struct, frozen=True):
 class State(msgspec.Struct, frozen=True):
     """What `scale` remembers between decisions; serialises to JSON. `State()` begins.
 
-    `prefill`, `decode`: the work that came in each of the last 120 s. `buckets`: the mean load of each 10 s, `bucket`
-    (seconds, work) the unfinished one, `part` (seconds, prefill, decode) an unfinished second. `asked_t`: when there
-    was a request last; `queued_s`: for how long a queue has not been empty. `wanted`: (since when, how many) before
-    limits, `changes`: the same after them, as far back as `up` and `down` look.
+    `prefill`, `decode`: the work that came in each of the last 120 s, `part` (seconds, prefill, decode) an unfinished
+    second. `highs`: (when, the load of the busiest span then) of the last 120 s, without those that a later one
+    exceeds. `asked_t`: when there was a request last. `queued_s`: for how long a queue has not been empty; `standing`:
+    for how long it got no shorter while nothing started, and the least that waited. `wanted`: (since when, how many)
+    before limits, `changes`: the same after them, as far back as `up` and `down` look.
     """
 
     t: float | None = None
@@ -151,11 +146,11 @@ class State(msgspec.Struct, frozen=True):
     in_flight: int = 0
     asked_t: float = 0.0
     queued_s: float = 0.0
+    standing: tuple[float, int] = (0.0, 0)
     prefill: tuple[float, ...] = ()
     decode: tuple[float, ...] = ()
-    buckets: tuple[float, ...] = ()
-    bucket: tuple[float, float] = (0.0, 0.0)
     part: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    highs: tuple[tuple[float, float], ...] = ()
     means: Means = Means()
     levels: tuple[Level, ...] = ()
     wanted: tuple[tuple[float, int], ...] = ()
@@ -171,8 +166,8 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class _Need(msgspec.Struct, frozen=True):
-    """Replicas that the load needs, not rounded, the words for it; and without those that only drain a queue, which
-    nothing keeps when it is empty."""
+    """Replicas that are needed, not rounded, the words for it; and without those that a queue adds, which nothing keeps
+    when it is empty."""
 
     replicas: float
     words: str
@@ -182,8 +177,8 @@ class _Need(msgspec.Struct, frozen=True):
 def scale(recent: Recent, state: State, policy: Policy, now: float) -> Decision:
     """The number of replicas wanted at `now`, between `min` and `max`. Pure; equal inputs give equal decisions.
 
-    More load in the new samples never gives fewer replicas: what a request is like, trends and noise are those of the
-    state, the new samples change them for the next call.
+    More load in the new samples never gives fewer replicas: what a request is like is that of the state, which the new
+    samples change for the next call.
     """
     asked = policy.replicas
     if state.t is not None and now < state.t - STALE_S:
@@ -201,7 +196,10 @@ def scale(recent: Recent, state: State, policy: Policy, now: float) -> Decision:
     if state.t is None:
         state = _begun(new[0], before)
     last, counted = new[-1], _counted(state, new, policy)
-    need = _slo_need(state, counted, last, policy) if asked.metric == "slo" else _metric_need(counted, last, policy)
+    if asked.metric == "slo":
+        need, counted = _slo_need(state, counted, last, policy)
+    else:
+        need = _metric_need(counted, last, policy)
     wanted, counted, reason = _kept(counted, need, before, policy, last.t, _dear(state.means, policy))
     number, reason = _guarded(wanted, before, last, counted, policy, reason)
     number, counted, reason = _limited(number, before, counted, asked, last.t, reason)
@@ -257,6 +255,7 @@ def _moved(state: State, by_s: float) -> State:
         t=None if state.t is None else state.t + by_s,
         asked_t=state.asked_t + by_s,
         levels=levels,
+        highs=tuple((t + by_s, load) for t, load in state.highs),
         wanted=tuple((t + by_s, number) for t, number in state.wanted),
         changes=tuple((t + by_s, number) for t, number in state.changes),
     )
@@ -272,10 +271,10 @@ def _begun(first: Sample, before: int) -> State:
 
 def _counted(state: State, new: list[Sample], policy: Policy) -> State:
     """The state with the counts of new samples: those of a sample came since the one before it."""
-    prefill, decode, buckets = [*state.prefill], [*state.decode], [*state.buckets]
-    (filled_s, work), means, t = state.bucket, state.means, state.t or 0.0
+    prefill, decode = [*state.prefill], [*state.decode]
+    means, t = state.means, state.t or 0.0
     in_flight, asked_t, n_output = state.in_flight, state.asked_t, _mean_output(state.means)
-    queued_s = state.queued_s
+    queued_s, standing = state.queued_s, state.standing
     part_s, read_s, write_s = state.part
     for sample in new:
         elapsed = min(sample.t - t, STALE_S)
@@ -286,16 +285,11 @@ def _counted(state: State, new: list[Sample], policy: Policy) -> State:
         means = _averaged(means, sample, read, in_flight, elapsed)
         read_s, write_s = read_s + read, write_s + write
         if part_s >= _LEAST_PART_S or not prefill:
-            if prefill and policy.replicas.metric == "slo":
-                means = _with_noise(means, prefill, decode, (read_s + write_s) / part_s)
             prefill += [read_s / part_s] * max(1, round(part_s))
             decode += [write_s / part_s] * max(1, round(part_s))
             part_s, read_s, write_s = 0.0, 0.0, 0.0
-        filled_s, work = filled_s + elapsed, work + read + write
-        if filled_s >= _BUCKET_S:
-            buckets.append(work / filled_s)
-            filled_s, work = 0.0, 0.0
         in_flight, queued_s = sample.in_flight, queued_s + elapsed if _queues(sample) else 0.0
+        standing = _standing(standing, sample, elapsed)
         if sample.arrivals or sample.in_flight or sample.held:
             asked_t = sample.t
     return msgspec.structs.replace(
@@ -304,12 +298,11 @@ def _counted(state: State, new: list[Sample], policy: Policy) -> State:
         in_flight=in_flight,
         asked_t=asked_t,
         queued_s=queued_s,
+        standing=standing,
         prefill=tuple(prefill[-_WINDOW_S:]),
         decode=tuple(decode[-_WINDOW_S:]),
-        buckets=tuple(buckets[-_N_BUCKETS:]),
-        bucket=(filled_s, work),
         part=(part_s, read_s, write_s),
-        means=_with_caution(means, state, new[-1], policy.replicas.max),
+        means=_with_caution(means, state, policy.replicas.max),
     )
 
 
@@ -319,17 +312,26 @@ def _queues(sample: Sample) -> bool:
     return sample.held > 0 or (all(ready) and bool(ready))
 
 
+def _waiting(sample: Sample) -> int:
+    return sample.held + sum([replica.waiting for replica in sample.replicas])
+
+
+def _standing(before: tuple[float, int], sample: Sample, elapsed: float) -> tuple[float, int]:
+    waiting, (standing_s, least) = _waiting(sample), before
+    starts = any(replica.state == "starting" for replica in sample.replicas)
+    if starts or waiting < least or not _queues(sample):
+        return 0.0, waiting
+    return standing_s + elapsed, waiting if standing_s < _LEAST_QUEUE_S else least
+
+
 def _averaged(means: Means, sample: Sample, read_s: float, in_flight: int, elapsed: float) -> Means:
-    decay, minute, hour = _MEMORY**elapsed, 0.983**elapsed, _HOUR_MEMORY**elapsed
+    decay, hour = _MEMORY**elapsed, _HOUR_MEMORY**elapsed
     finished = max(0, in_flight + sample.arrivals - sample.in_flight)
     return Means(
         requests=means.requests * decay + sample.arrivals,
         prompts_s=means.prompts_s * decay + read_s,
         finished=means.finished * decay + finished,
         output_tokens=means.output_tokens * decay + sample.output_tokens,
-        noise_s=means.noise_s,
-        ttft_good=means.ttft_good * minute + sample.ttft_good,
-        ttft_total=means.ttft_total * minute + sample.ttft_total,
         hour_good=means.hour_good * hour + sample.ttft_good,
         hour_total=means.hour_total * hour + sample.ttft_total,
         caution=means.caution,
@@ -340,21 +342,9 @@ def _mean_output(means: Means) -> float | None:
     return means.output_tokens / means.finished if means.finished >= _ENOUGH_REQUESTS else None
 
 
-def _with_noise(means: Means, prefill: list[float], decode: list[float], load: float) -> Means:
-    """Half of the square of the difference between neighbours: a trend hardly counts."""
-    mean = (sum(prefill[-60:]) + sum(decode[-60:])) / len(prefill[-60:])
-    if mean < 0.05:
-        return means
-    noise_s = min(3.0, (load - prefill[-1] - decode[-1]) ** 2 / 2 / mean)
-    return msgspec.structs.replace(means, noise_s=means.noise_s + 0.005 * (noise_s - means.noise_s))
-
-
-def _with_caution(means: Means, before: State, last: Sample, most: int) -> Means:
-    """Promises broken while requests queue and nothing starts: replicas can do less than the policy says."""
-    queues = last.held or any(replica.waiting for replica in last.replicas)
-    starts = any(replica.state == "starting" for replica in last.replicas)
-    is_bad = means.ttft_total >= _ENOUGH_REQUESTS and means.ttft_good < _BAD_SHARE * means.ttft_total
-    if is_bad and queues and not starts and (before.replicas or 0) < most:
+def _with_caution(means: Means, before: State, most: int) -> Means:
+    """While a queue stands and nothing starts, replicas can do less than the policy says."""
+    if before.standing[0] > _STANDING_S and (before.replicas or 0) < most:
         return msgspec.structs.replace(means, caution=min(_MOST_CAUTION, means.caution * 1.005))
     return msgspec.structs.replace(means, caution=max(1.0, means.caution * 0.9998))
 
@@ -362,71 +352,39 @@ def _with_caution(means: Means, before: State, last: Sample, most: int) -> Means
 # ---- what the load needs ---------------------------------------------------------------------------------------------
 
 
-def _slo_need(before: State, state: State, last: Sample, policy: Policy) -> _Need:
+def _slo_need(before: State, state: State, last: Sample, policy: Policy) -> tuple[_Need, State]:
+    """What the load needs, or a queue; the state that knows of this load."""
     count, caution = len(state.prefill), before.means.caution
     read = list(itertools.accumulate(reversed(state.prefill)))
     written = list(itertools.accumulate(reversed(state.decode)))
     mean = caution * (read[-1] + written[-1]) / max(count, _FIRST_S)
-    ahead = mean + _growth(before, policy)
     # A start of minutes needs more: what comes meanwhile cannot be answered by another replica.
-    share = 0.3 + 0.1 * min(1.0, max(0.0, (policy.start_s - 100) / 200))
+    share = 0.3 + 0.2 * min(1.0, max(0.0, (policy.start_s - 100) / 200))
     dear = _dear(before.means, policy)
-    need = ahead + share * math.sqrt(ahead)
-    words = f"the load of {min(count, _WINDOW_S)} s is {mean:.2f} replicas"
-    words += f", {ahead:.2f} in {policy.start_s:.0f} s" if ahead > mean else ""
-    best = _Need(need, f"{words}, {need:.2f} with a reserve")
+    need, high = mean + share * math.sqrt(mean), mean
+    best = _Need(need, f"the load of {count} s is {mean:.2f} replicas, {need:.2f} with a reserve")
     for span in _SPANS_S:
         if span <= count:
             long = min(count, max(span, _DECODE_SPAN_S))
             value = caution * (read[span - 1] / (span + policy.ttft_s / 2) + written[long - 1] / long)
+            high = max(high, value)
             value += _DEAR_RESERVE * dear * math.sqrt(value)
             if value > best.replicas:
                 best = _Need(value, f"the last {span} s brought the work of {value:.2f} replicas")
-    waiting = last.held + sum([replica.waiting for replica in last.replicas])
-    short = min(count, _QUEUE_SPAN)
-    rate = max(mean, caution * (read[short - 1] + written[short - 1]) / max(short, _FIRST_S))
-    queue_s = waiting * _work_s(before.means, policy) + (_queue_to_come(rate, last, policy) if waiting else 0.0)
-    queue = rate + queue_s / (_DRAIN_STARTS * max(60.0, policy.start_s))
-    live = sum([replica.state != "draining" for replica in last.replicas])
-    starts = any(replica.state == "starting" for replica in last.replicas)
-    if state.queued_s > max(policy.ttft_s, _LEAST_QUEUE_S) and not starts and live + 1 > max(queue, best.replicas):
-        # Whatever the rates promise: what there is does not do.
-        words = f"{waiting} requests wait, some for {state.queued_s:.0f} s, and no replica starts"
-        return _Need(live + 1, words, best.replicas)
-    if queue > best.replicas:
-        return _Need(
-            queue, f"{waiting} requests wait, with the load of {mean:.2f} replicas they need {queue:.2f}", best.replicas
+    highs = (*(row for row in state.highs if row[1] > high and last.t - row[0] < _WINDOW_S), (last.t, high))
+    state, kept, highest = msgspec.structs.replace(state, highs=highs), best.replicas, highs[0][1]
+    most = highest + _QUEUE_RESERVES * share * math.sqrt(highest)
+    if state.queued_s > max(policy.ttft_s, _LEAST_QUEUE_S) and most > kept:
+        words = (
+            f"requests wait for {state.queued_s:.0f} s, the load of {_WINDOW_S} s was at most {highest:.2f} replicas"
         )
-    return best
-
-
-def _queue_to_come(mean: float, last: Sample, policy: Policy) -> float:
-    """Seconds of one replica that will have come by the time that more of them are ready, and wait."""
-    ready = sum([replica.state == "ready" for replica in last.replicas])
-    ages = [replica.age_s for replica in last.replicas if replica.state == "starting"]
-    return max(0.0, mean - ready) * max(0.0, policy.start_s - max(ages, default=0.0))
-
-
-def _work_s(means: Means, policy: Policy) -> float:
-    """Seconds of one replica that a request takes."""
-    if means.requests < _ENOUGH_REQUESTS:
-        return _PRIOR_WORK_S
-    return means.prompts_s / means.requests + (_mean_output(means) or 0.0) / policy.decode_tokens_s
-
-
-def _growth(state: State, policy: Policy) -> float:
-    """Replicas that the trend adds until one that is ordered now is ready; at most as much as there is.
-
-    Of three thirds, the smaller of two rises counts, so that a step is no ramp, less what noise can make.
-    """
-    third = round(min(900.0, max(120.0, policy.start_s)) * 0.5 / _BUCKET_S)
-    if len(state.buckets) < 3 * third:
-        return 0.0
-    recent = state.buckets[-3 * third :]
-    oldest, middle, newest = (sum(recent[n * third : (n + 1) * third]) / third for n in range(3))
-    third_s = third * _BUCKET_S
-    rise = min(middle - oldest, newest - middle) - 0.7 * math.sqrt(state.means.noise_s * newest / third_s)
-    return min(max(0.0, rise) / third_s * (policy.start_s + 60.0) * _TREND, newest) * state.means.caution
+        best = _Need(most, f"{words}, {most:.2f} with their reserve", kept)
+    live = sum([replica.state != "draining" for replica in last.replicas])
+    if state.standing[0] > _STANDING_S and live + 1 > best.replicas:
+        # Whatever the rates promise: what there is does not do.
+        words = f"{_waiting(last)} requests wait, no fewer for {state.standing[0]:.0f} s, and no replica starts"
+        best = _Need(live + 1, words, kept)
+    return best, state
 
 
 def _metric_need(state: State, last: Sample, policy: Policy) -> _Need:
@@ -434,7 +392,7 @@ def _metric_need(state: State, last: Sample, policy: Policy) -> _Need:
     asked = policy.replicas
     target = asked.target or _TARGETS[asked.metric]
     replicas = [replica for replica in last.replicas if replica.state != "draining"]
-    waiting = last.held + sum([replica.waiting for replica in last.replicas])
+    waiting = _waiting(last)
     if asked.metric == "waiting":
         running = sum([replica.running for replica in last.replicas]) / policy.max_running
         return _Need(
