@@ -19,8 +19,3 @@ def kept(name: str, told: str) -> str:
 def sections(told: Mapping[str, Iterable[str]]) -> str:
     """Texts under their names, as a file has them."""
     return "\n".join("\n".join([name, *(f"=> {row}" for row in rows), ""]) for name, rows in told.items())
-
-
-def cases(name: str) -> list[list[str]]:
-    """Pairs of what is asked and what is answered, of a file with "ASKED\\n=> ANSWER" and an empty line between two."""
-    return [case.split("\n=> ") for case in (GOLDEN / name).read_text("utf-8").strip().split("\n\n")]

@@ -18,6 +18,7 @@ import msgspec
 import psutil
 import pytest
 from bench_samples import write_run
+from golden_files import lines
 from launching import call
 from waiting import until
 
@@ -264,25 +265,7 @@ def test_an_engine_ends_with_the_command(number: signal.Signals, large_vocabular
 
 
 @pytest.mark.loopback
-@pytest.mark.parametrize(
-    "words",
-    [
-        *("compare /nowhere /nowhere", "compare /nowhere", "report /nowhere", "", "measure"),
-        *("report {run} --plan /nowhere", "report {run} --out /nowhere/r.html"),
-        "report {run} --calibrate {out}/c.json",
-        "report {run} --calibrate {out}/c.json --calibrate-model llama-3.1-8b --gpu h100-sxm",
-        "report {run} --calibrate {out}/c.json --calibrate-model llama-3.1-8b --gpu gtx",
-        *("sweep --out {out}/s", "sweep --slo tftt:5 --out {out}/s"),
-        "sweep --slo ttft:5 --url http://x --tensor 2 --out {out}/s",
-        "sweep --steps 0.5,1.5 --by concurrency --url http://x --out {out}/s",
-        "sweep --slo ttft:5 --url http://u:p@x --out {out}/s",
-        *("sweep --steps 1,x --out {out}/s", "sweep --failed 2 --out {out}/s"),
-        *("throughput --dataset sharegpt:/nowhere.json", "throughput --dataset turns:turns=2"),
-        *("throughput --dataset prefix:n=0", "throughput --engine llamacpp"),
-        *("throughput --tensor 0", "throughput --num-prompts -1"),
-        *("latency --input-len 100000 --engine vllm", "latency --engine vllm", "latency /nowhere/model"),
-    ],
-)
+@pytest.mark.parametrize("words", lines("bench_mistakes.txt"))
 def test_bad_input_is_refused_and_changes_nothing(words: str, tmp_path: Path) -> None:
     run, out = write_run(tmp_path / "run", n=20), tmp_path / "out"
     out.mkdir()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden_files import cases
 from launching import Done, call, started
 from loopback_server import LoopbackHandler, LoopbackServer, running
 from waiting import until
@@ -221,12 +222,11 @@ def test_people_get_the_blocks_they_know(engine: InThread, home: Path) -> None:
     assert (pace["arrival"], pace["burstiness"]) == ("gamma", 0.2)  # a burstiness alone means gamma
 
 
-MISTAKES = (Path(__file__).parent / "golden" / "bench_serve_mistakes.txt").read_text("utf-8").strip().split("\n\n")
+NOT_UTF_8 = ("--requests 1 --rate 1 --prompt \udcff --warmup 0", "not UTF-8")
 
 
-@pytest.mark.parametrize("case", [*MISTAKES, "--requests 1 --rate 1 --prompt \udcff --warmup 0\n=> not UTF-8"])
-def test_what_cannot_be_run_is_refused(case: str, home: Path) -> None:
-    words, said = case.split("\n=> ")
+@pytest.mark.parametrize(("words", "said"), [*cases("bench_serve_mistakes.txt"), NOT_UTF_8])
+def test_what_cannot_be_run_is_refused(words: str, said: str, home: Path) -> None:
     refused = bench(f"--url http://127.0.0.1:1 --model m --json {words}", code=2)
     assert said in refused.json["error"]["message"]
     assert not [*home.glob("bench/*")]

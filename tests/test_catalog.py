@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from golden_files import table
 
 from penstock.errors import UserError
 from penstock.hardware import catalog
@@ -25,50 +26,7 @@ def test_every_gpu_row_has_what_planning_needs_and_an_unknown_card_a_rule() -> N
         assert catalog.default_total_gib(mib) == pytest.approx(gib, abs=0.01)
 
 
-# As nvidia-smi and NVML print products, and labels of GPU feature discovery, GKE and EC2, types of Slurm and of Ray.
-CARDS = {
-    "t4": ("Tesla T4", "NVIDIA T4", "Tesla-T4", "nvidia-tesla-t4", "t4", "tesla_t4"),
-    "v100-sxm2-16": ("Tesla V100-SXM2-16GB", "Tesla-V100-SXM2-16GB", "tesla_v100-sxm2-16gb"),
-    "v100-sxm2-32": ("Tesla V100-SXM2-32GB",),
-    "a10g": ("NVIDIA A10G", "NVIDIA-A10G", "A10G", "a10g"),
-    "l4": ("NVIDIA L4", "NVIDIA-L4", "nvidia-l4", "L4"),
-    "l40s": ("NVIDIA L40S", "NVIDIA-L40S", "nvidia_l40s", "l40s"),
-    "a30": ("NVIDIA A30", "A30"),
-    "a40": ("NVIDIA A40", "NVIDIA-A40", "a40"),
-    "a100-sxm4-40": ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB", "NVIDIA-A100-SXM4-40GB", "a100-40gb", "a100_40"),
-    "a100-sxm4-80": ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB", "nvidia_a100-sxm4-80gb", "a100-80gb-sxm"),
-    "a100-pcie-80": ("NVIDIA A100 80GB PCIe", "NVIDIA-A100-80GB-PCIe", "nvidia_a100_80gb_pcie"),
-    "h100-pcie": ("NVIDIA H100 PCIe", "NVIDIA-H100-PCIe", "nvidia_h100_pcie"),
-    "h100-sxm": ("NVIDIA H100 80GB HBM3", "NVIDIA-H100-80GB-HBM3", "nvidia_h100_80gb_hbm3", "H100-SXM5"),
-    "h200-sxm": ("NVIDIA H200", "NVIDIA-H200", "nvidia_h200", "h200", "nvidia-h200-141gb"),
-    "b200-sxm": ("NVIDIA B200", "NVIDIA-B200", "B200", "nvidia-b200"),
-    "gb200": ("NVIDIA GB200", "NVIDIA-GB200", "nvidia-gb200"),
-    "b300-sxm": ("NVIDIA B300", "NVIDIA B300 SXM6 AC", "NVIDIA-B300-SXM6-AC", "b300"),
-    "gb300": ("NVIDIA GB300", "nvidia-gb300"),
-    "mi300x": ("AMD Instinct MI300X", "MI300X"),
-    "rtx-3090": ("NVIDIA GeForce RTX 3090", "GeForce RTX 3090", "rtx_3090", "rtx3090"),
-    "rtx-4090": ("NVIDIA GeForce RTX 4090", "NVIDIA-GeForce-RTX-4090", "nvidia_geforce_rtx_4090", "4090"),
-    "rtx-5090": ("NVIDIA GeForce RTX 5090", "GeForce-RTX-5090"),
-    "rtx-pro-6000-blackwell": (
-        "NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000", "nvidia-rtx-pro-6000",
-    ),
-    "rtx-6000-ada": ("NVIDIA RTX 6000 Ada Generation", "NVIDIA-RTX-6000-Ada-Generation", "rtx_6000_ada"),
-    "rtx-a6000": ("NVIDIA RTX A6000", "NVIDIA-RTX-A6000", "RTX-A6000", "a6000"),
-}  # fmt: skip
-# Real products that the catalogue does not have: none is a card with a like name.
-OTHERS = (
-    "NVIDIA H20", "H20", "h20", "NVIDIA-H20", "nvidia_h20", "NVIDIA H20-3e", "NVIDIA H800", "NVIDIA A800-SXM4-80GB",
-    "NVIDIA L40", "NVIDIA-L40", "L40", "l40", "NVIDIA L20", "NVIDIA L2", "NVIDIA A10", "NVIDIA-A10", "A10", "a10",
-    "NVIDIA A2", "NVIDIA A16", "NVIDIA A100X", "NVIDIA A30X", "NVIDIA A100-PCIE-40GB", "NVIDIA A100-SXM-64GB",
-    "NVIDIA GH200 480GB", "NVIDIA GH200 120GB", "NVIDIA-GH200-480GB", "GH200", "gh200", "NVIDIA H100 NVL", "h100_nvl",
-    "NVIDIA H200 NVL", "NVIDIA-H200-NVL", "NVIDIA H100 SXM5 64GB", "NVIDIA GB10", "NVIDIA Thor", "Orin (nvgpu)",
-    "Tesla V100-PCIE-16GB", "Tesla V100S-PCIE-32GB", "Tesla V100-SXM3-32GB", "Tesla P100-PCIE-16GB", "Tesla T40",
-    "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "RTX-6000",
-    "NVIDIA GeForce RTX 5090 D", "Quadro RTX 6000", "rtx_6000", "NVIDIA RTX 5000 Ada Generation", "NVIDIA RTX A5000",
-    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
-    "AMD Instinct MI300A", "AMD Instinct MI325X", "NVIDIA A40-48Q", "GRID A100-40C", "GRID T4-16Q", "NVIDIA L40S-48C",
-    "NVIDIA-A100-SXM4-80GB-MIG-1g.10gb", "NVIDIA-H100-80GB-HBM3-MIG-3g.40gb", "a100_3g.20gb", "h10", "h2", "b20", "",
-)  # fmt: skip
+CARDS, OTHERS = table("cards.yaml").values()
 
 
 def test_a_gpu_has_the_names_of_drivers_labels_and_people_and_no_other_card_has_them() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from golden_files import table
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,29 +23,9 @@ VLLM = json.loads((Path(__file__).parent / "golden" / "vllm-0.32.0" / "errors.js
 LONG = "This model's maximum context length is 4096 tokens. However, you requested "
 
 
-@pytest.mark.parametrize(
-    ("waiting", "words"),
-    [
-        (
-            Waiting("loading", shards_done=17, shards_total=30, eta_s=40.2),
-            "waiting for a replica: loading 17/30 shards, about 40 s",
-        ),
-        (
-            Waiting("loading", fraction=0.451, eta_s=100.0, ahead=3),
-            "waiting for a replica: loading 45%, about 1m40s, 3 before you",
-        ),
-        (Waiting("queued"), "waiting for a replica: it is in the cluster's queue"),
-        (Waiting("warming", eta_s=0.1), "waiting for a replica: warming up, about 1 s"),
-        (Waiting("queue", ahead=3), "in the queue: 3 before you"),
-        (Waiting("queue", ahead=0), "in the queue: you are next"),
-        (Waiting("queue"), "in the queue"),
-        (Waiting("waiting"), "waiting for a replica"),
-        (Waiting("<odd>"), "waiting for a replica"),
-        (Waiting("prompt", replica="a-0"), "processing prompt"),
-    ],
-)
-def test_a_wait_says_how_far_it_is_and_who_goes_before(waiting: Waiting, words: str) -> None:
-    assert show_waiting(waiting) == words
+@pytest.mark.parametrize(("waiting", "words"), table("chat/waits.yaml"))
+def test_a_wait_says_how_far_it_is_and_who_goes_before(waiting: dict[str, Any], words: str) -> None:
+    assert show_waiting(Waiting(**waiting)) == words
 
 
 def answered(status: int, message: str, code: str, retry_after: str | None = None) -> HttpError:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import waiting
 from gateway_processes import begin, gateway_argv, read_until, running
+from golden_files import table
 
 from penstock.cli import gateway as cli_gateway
 from penstock.cli import main
@@ -52,29 +53,7 @@ def test_every_argument_becomes_a_setting() -> None:
     assert config_of(*UPSTREAM).ledger_days == 90
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "--upstream"),
-        (["--upstream", "http://127.0.0.1:9"], "MODEL=URL"),
-        (["--upstream", "m=http://127.0.0.1:9", "--upstream-key", "x"], "MODEL=FILE or MODEL=env:NAME"),
-        (["--upstream", "m\r\nX: y=http://127.0.0.1:9"], "MODEL=URL"),
-        (["--upstream", "m=https://127.0.0.1:9"], "is not http://host:port or unix:/path"),
-        (["--listen", "0.0.0.0:9300", *UPSTREAM], "--auth none"),
-        (["--listen", "nonsense", *UPSTREAM], "neither host:port nor unix:/path"),
-        (["--auth", "keys", *UPSTREAM], "without a store"),
-        (["--workers", "0", *UPSTREAM], "from 1 to 64"),
-        (["--ledger-days", "0", *UPSTREAM], "a whole number of days from 1"),
-        (["--tls-cert", "x", *UPSTREAM], "tls_key: is missing"),
-        (["--admin", "127.0.0.1:1", *UPSTREAM], "without its token"),
-        (["--alias", "other=x", *UPSTREAM], "no --upstream has"),
-        (["--alias", "m=m", *UPSTREAM], "declared twice"),
-        (["--allow-origin", "*", *UPSTREAM], "without keys lets every web page"),
-        (["--path-prefix", "p", *UPSTREAM], "is not a path"),
-        (["--upstream-key", "x=/run/key", *UPSTREAM], "no --upstream has"),
-        (["--policy", "fastest", *UPSTREAM], "least-load"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), table("gateway_arguments.yaml"))
 def test_wrong_arguments_are_refused_in_words(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

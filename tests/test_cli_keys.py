@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from gateway_rig import SSE_HEAD, chunk, rig_with, say
+from golden_files import lines
 from store_rig import Store, row
 from test_cli import Shell
 
@@ -82,23 +83,7 @@ def test_key_is_rotated_and_revoked_by_name_or_id(shell: Shell) -> None:
 
 
 @pytest.mark.loopback
-@pytest.mark.parametrize(
-    "words",
-    [
-        *(
-            "keys create",
-            "keys create a --name b",
-            "keys create --name a\tb",
-            "keys create --name a --rpm 0",
-            "keys list",
-        ),
-        *("keys create --name a --expires soon", "keys create --name a --budget nan", "keys forget a"),
-        "keys create --name a --store s --deployment d",
-        *("usage", "usage --by key,key", "usage --price m=1", "usage --deployment nobody", "usage sell"),
-        *("usage prune", "usage prune --keep 1d --before 2026-01-01", "usage prune --before 2026-13-01"),
-        "usage --keep 90d",
-    ],
-)
+@pytest.mark.parametrize("words", [*lines("keys_mistakes.txt"), "keys create --name a\tb"])
 def test_what_makes_no_sense_is_refused_in_words(shell: Shell, words: str) -> None:
     code, out, err = shell(*words.split(" "))
     assert (code, out) == (2, "") and "error: " in err

@@ -5,6 +5,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from golden_files import table
 
 from penstock.errors import SpecError, UserError
 from penstock.gateway.__main__ import main
@@ -35,29 +36,7 @@ def test_no_auth_is_refused_beyond_loopback(host: str) -> None:
         assert parse(listen=f"{local}:8000").models[0].aliases == ("demo",)
 
 
-@pytest.mark.parametrize(
-    ("changes", "path"),
-    [
-        ({"listen": "8000"}, "listen"),
-        ({"listen": ":80"}, "listen"),
-        ({"admin": "127.0.0.1:99999"}, "admin"),
-        ({"auth": "keys"}, "key_hashes"),
-        ({"auth": "keys", "key_hashes": ["sk-1"]}, "key_hashes[0]"),
-        ({"auth": "some"}, "auth"),
-        ({"models": []}, "models"),
-        ({"models": [{"name": "a"}, {"name": "b", "aliases": ["a"]}]}, "models"),
-        ({"hold_s": -1}, "hold_s, drain_s"),
-        ({"ledger_days": 0}, "ledger_days"),
-        ({"access_log": " "}, "access_log"),
-        ({"traces": {"endpoint": "127.0.0.1:4318"}}, "traces.endpoint"),
-        ({"traces": {"endpoint": "http://a:99999"}}, "traces.endpoint"),
-        ({"traces": {"endpoint": "http://key@a:1"}}, "traces.endpoint"),
-        ({"traces": {"endpoint": "grpc://a:4317"}}, "traces.endpoint"),
-        ({"traces": {"endpoint": "http://a/"}}, "traces.endpoint"),
-        ({"traces": {"endpoint": "https://a/otlp", "sample": 1.5}}, "traces.sample"),
-        ({"key_hash": []}, ""),
-    ],
-)
+@pytest.mark.parametrize(("changes", "path"), table("gateway_mistakes.yaml"))
 def test_wrong_values_are_refused_by_their_path(changes: dict[str, object], path: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse(**changes)

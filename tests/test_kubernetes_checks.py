@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 import yaml
-from kubernetes_goldens import cases, kept, sections
+from golden_files import cases
+from kubernetes_goldens import kept, sections
 
 from penstock.hardware import Machine
 from penstock.planner.engine_versions import NEWEST
@@ -104,7 +105,7 @@ def machines(api: StubApi, wanted: Deployment) -> list[Machine]:
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("fields", "told"), cases("mistakes.txt"))
+@pytest.mark.parametrize(("fields", "told"), cases("kubernetes/mistakes.txt"))
 def test_the_file_alone_is_checked_without_a_cluster(fields: str, told: str) -> None:
     whole = {"model": "Qwen/Qwen3-8B", "name": "qwen", "target": "kubernetes"} | yaml.safe_load(fields)
     problems = checks.file_problems(reading.from_mapping(whole))

@@ -11,15 +11,16 @@ from typing import Any, NoReturn
 
 import pytest
 import yaml
+from golden_files import table
 from kubernetes_control_plane import CACHE
-from kubernetes_goldens import GOLDEN, kept
+from kubernetes_goldens import kept
 from kubernetes_schemas import problems_of
 from launching import call
 
 from penstock.targets.kubernetes import manifests
 from penstock.targets.kubernetes.objects import Object
 
-SHAPES: dict[str, dict[str, Any]] = yaml.safe_load((GOLDEN / "shapes.yaml").read_text("utf-8"))
+SHAPES: dict[str, dict[str, Any]] = table("kubernetes/shapes.yaml")
 
 
 def file_of(folder: Path, shape: str) -> Path:
@@ -107,31 +108,8 @@ def test_numbers_and_words_stay_plain() -> None:
 
 # ---- the judge of documents, by one spoiled field at a time ----------------------------------------------------------
 
-SET = "spec template spec"
-NODE = f"{SET} containers 0"
-DISK = {"name": "shm", "hostPath": {"path": "/"}}
-WRONG: list[tuple[str, str, Any, str]] = [  # kind, place, value, words of the problem
-    ("StatefulSet", f"{SET} gpus", 1, "'gpus' was unexpected"),
-    ("StatefulSet", "spec replicas", "2", "is not of type 'integer'"),
-    ("StatefulSet", "spec selector matchLabels a", "b", "its selector does not match"),
-    ("StatefulSet", f"{NODE} resources limits cpu", "2x", "cpu: 2x is no quantity"),
-    ("StatefulSet", f"{NODE} resources limits nvidia.com/gpu", "2", "2 GPUs for 8 ranks"),
-    ("StatefulSet", f"{SET} volumes -1 emptyDir", {}, "/dev/shm is not in memory"),
-    ("StatefulSet", "metadata name", "a" * 53, "no label of at most 52"),
-    ("Service", "metadata labels", {}, "lacks the labels"),
-    ("StatefulSet", f"{NODE} env 0", {"name": "HF_TOKEN", "value": "x"}, "variable HF_TOKEN shows a secret"),
-    ("ConfigMap", "data a", "postgresql://me:word@host/db", "it shows what looks like a secret"),
-    ("StatefulSet", f"{SET} securityContext", {}, "may run as root"),
-    ("StatefulSet", f"{NODE} securityContext readOnlyRootFilesystem", False, "can be written"),
-    ("StatefulSet", f"{SET} volumes -1", DISK, "restricted Pod Security refuses"),
-    ("ConfigMap", "data a", "x" * 2**20, "at most 1048576"),
-    ("StatefulSet", f"{NODE} volumeMounts 0", {"name": "z", "mountPath": "/z"}, "mounts differ: ['z']"),
-    ("StatefulSet", f"{SET} terminationGracePeriodSeconds", 100, "before it kills its engine"),
-    ("StatefulSet", "metadata name", "llama-r{replica}", "a placeholder is left"),
-    ("StatefulSet", f"{NODE} livenessProbe", {"exec": {"command": ["a"]}}, "liveness probe"),
-    ("Service", "spec selector a", "b", "it selects no pods"),
-    ("StatefulSet", f"{SET} volumes 2 configMap name", "other", "there is no ConfigMap/other"),
-]
+TOO_BIG = ("ConfigMap", "data a", "x" * 2**20, "at most 1048576")
+WRONG: list[tuple[str, str, Any, str]] = [*table("kubernetes/spoiled.yaml"), TOO_BIG]
 
 
 def spoiled(documents: list[Object], kind: str, place: str, value: Any) -> list[Object]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from kubernetes_goldens import cases, kept, sections
+from golden_files import cases
+from kubernetes_goldens import kept, sections
 
 from penstock.targets import Placement
 from penstock.targets.kubernetes import reasons, words
@@ -81,7 +82,7 @@ def place(pods: list[Object], events: tuple[Object, ...] = (), n_nodes: int = 1,
 NEEDS = {"nvidia.com/gpu": "4", "cpu": "16", "memory": "64Gi"}
 
 
-@pytest.mark.parametrize(("message", "expected"), cases("scheduler.txt"))
+@pytest.mark.parametrize(("message", "expected"), cases("kubernetes/scheduler.txt"))
 def test_the_schedulers_message_becomes_words(message: str, expected: str) -> None:
     """Messages of Kubernetes 1.20, 1.24 to 1.34, and 1.35."""
     assert reasons.unschedulable_in_words(message, NEEDS) == expected

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import plan_shapes as shapes
 import pytest
+from golden_files import table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,36 +89,10 @@ def test_a_refusal_has_the_numbers_and_the_null_block() -> None:
         assert kv.bytes_per_block == (10 * 256 * 1024,) and refusal in str(kv.refusal)
 
 
-# model, layout, GiB, max_model_len, changed settings, then what vLLM gave: blocks, tokens, concurrency.
-SMALL: dict[str, Any] = {"max_num_batched_tokens": 2048}
-FROM_VLLM: list[tuple[Architecture, tuple[int, ...], float, int, dict[str, Any], tuple[int, int, str]]] = [
-    (shapes.LLAMA_8B, (1,), 40.0, 131_072, {}, (20_480, 327_680, "2.500")),
-    (shapes.LLAMA_2_7B, (4,), 20.0, 4_096, {}, (10_240, 163_840, "40.000")),
-    (shapes.LLAMA_405B, (16,), 12.5, 131_072, {}, (13_003, 208_048, "1.587")),
-    (shapes.LLAMA_70B, (4, 2), 30.0, 65_536, {"kv_cache_dtype": "fp8"}, (98_304, 1_572_864, "24.000")),
-    (shapes.DEEPSEEK_V3, (8,), 25.0, 163_840, {}, (23_874, 381_984, "2.331")),
-    (shapes.DEEPSEEK_V32, (8,), 25.0, 65_536, {"kv_cache_dtype": "fp8"}, (8_725, 558_400, "8.521")),
-    (shapes.GPT_OSS_20B, (1,), 50.28, 131_072, {}, (137_297, 1_950_763, "14.883")),
-    (shapes.GPT_OSS_20B, (2, 2), 10.0, 32_768, SMALL, (109_226, 1_466_250, "44.746")),
-    (shapes.GEMMA_3_27B, (2,), 30.0, 131_072, {}, (49_152, 437_488, "3.338")),
-    (shapes.GEMMA_4_31B, (1,), 50.0, 262_144, SMALL, (20_480, 547_995, "2.090")),
-    (shapes.LLAMA_4_SCOUT, (8,), 60.0, 1_000_000, {}, (655_360, 9_765_750, "9.766")),
-    (shapes.MISTRAL_7B, (1,), 10.0, 32_768, {}, (5_120, 130_969, "3.997")),
-    (shapes.MIXED_HEADS, (1,), 5.0, 32_768, {"block_size": 32}, (5_461, 174_752, "5.333")),
-    (shapes.QWEN3_NEXT, (2,), 60.0, 262_144, {}, (9_102, 5_131_257, "19.574")),
-    (shapes.QWEN3_NEXT, (4, 2), 30.0, 32_768, {"prefix_caching": False}, (19_275, 5_093_574, "155.444")),
-    (shapes.GRANITE_4, (1,), 20.0, 131_072, {}, (2_482, 1_178_698, "8.993")),
-    (shapes.GRANITE_4, (4,), 20.0, 131_072, {"kv_cache_dtype": "fp8"}, (9_929, 8_561_933, "65.322")),
-    (shapes.JAMBA, (1,), 20.0, 131_072, {}, (16_384, 1_299_143, "9.912")),
-    (shapes.NEMOTRON_H, (8,), 40.0, 8_192, {}, (2_032, 832_307, "101.600")),
-    (shapes.NEMOTRON_H, (4, 2), 40.0, 131_072, {"prefix_caching": False}, (2_032, 7_008_902, "53.474")),
-]
-
-
 def test_same_as_vllm() -> None:
-    for arch, layout, gib, max_model_len, fields, expected in FROM_VLLM:
-        kv = planned(arch, gib, max_model_len, *layout, **fields)
-        assert (kv.num_blocks, kv.tokens, f"{kv.max_concurrency:.3f}") == expected, (arch.name, layout, fields)
+    for name, layout, gib, max_model_len, fields, expected in table("plan/vllm_kv.yaml"):
+        kv = planned(getattr(shapes, name), gib, max_model_len, *layout, **fields)
+        assert (kv.num_blocks, kv.tokens, f"{kv.max_concurrency:.3f}") == tuple(expected), (name, layout, fields)
 
 
 def test_states_are_aligned_with_attention() -> None:

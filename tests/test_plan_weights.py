@@ -8,6 +8,7 @@ from typing import Any
 import plan_shapes as shapes
 import pytest
 import yaml
+from golden_files import table
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -159,26 +160,7 @@ def test_a_plan_of_another_format_than_the_checkpoints_changes_the_linears_only(
 
 
 def test_exclusions_name_modules() -> None:
-    for pattern, module, is_named in (
-        ("lm_head", "lm_head", True),
-        ("gate", "model.layers.3.mlp.gate", True),
-        ("gate", "model.layers.3.mlp.gate_proj", False),
-        ("model.layers.1", "model.layers.1.mlp.up_proj", True),
-        ("model.layers.1", "model.layers.10.mlp.up_proj", False),
-        ("model.layers.*.self_attn", "model.layers.7.self_attn.q_proj", True),
-        ("model.language_model.layers.*.self_attn*", "model.layers.7.self_attn.q_proj", True),
-        ("re:.*self_attn.*", "model.layers.7.self_attn.q_proj", True),
-        ("re:.*lm_head", "model.layers.7.self_attn.q_proj", False),
-        # What vLLM joins, experts in one tensor, a lone shared expert, Nemotron-H's names.
-        ("model.layers.0.self_attn.qkv_proj", "model.layers.0.self_attn.k_proj", True),
-        ("re:.*gate_up_proj", "model.layers.0.mlp.up_proj", True),
-        ("re:.*gate_up_proj", "model.layers.0.mlp.down_proj", False),
-        ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.0.gate_proj", True),
-        ("model.layers.0.linear_attn.in_proj_qkv", "model.layers.0.linear_attn.in_proj_qkvz", True),
-        ("*.mlp.shared_expert.*", "model.layers.0.mlp.shared_experts.down_proj", True),
-        ("backbone.layers.4.mixer.in_proj", "model.layers.4.mixer.in_proj", True),
-        ("backbone.layers.*.mixer.in_proj", "model.layers.4.mixer.in_proj", True),
-    ):
+    for pattern, module, is_named in table("plan/exclusions.yaml"):
         assert quantization.matches(module, (pattern,)) is is_named, (pattern, module)
 
 

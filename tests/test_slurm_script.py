@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from golden_files import cases
 from samples import LLAMA_70B, demo_plan
 
 from penstock.errors import SpecError
@@ -120,9 +121,8 @@ def refused(**block: object) -> list[str]:
     return [str(problem) for problem in slurm_script.problems(deployment, RUN + "one")]
 
 
-@pytest.mark.parametrize("case", (GOLDEN / "file_mistakes.txt").read_text("utf-8").strip().split("\n\n"))
-def test_a_word_that_would_be_another_line_is_refused(case: str) -> None:
-    block, _, problem = case.partition("\n=> ")
+@pytest.mark.parametrize(("block", "problem"), cases("slurm/file_mistakes.txt"))
+def test_a_word_that_would_be_another_line_is_refused(block: str, problem: str) -> None:
     assert refused(**json.loads(block)) == [problem]
 
 

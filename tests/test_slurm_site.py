@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 import yaml
+from golden_files import cases
 
 from penstock.errors import SpecError
 from penstock.hardware import Machine
@@ -71,12 +71,8 @@ def test_a_good_request_is_not_refused_and_problems_come_together() -> None:
     assert len(problems(hardware={"gpu": "h100-sxm"}, slurm=wrong)) == 2, "all that is wrong is told together"
 
 
-MISTAKES = (Path(__file__).parent / "golden" / "slurm" / "site_mistakes.txt").read_text("utf-8").strip()
-
-
-@pytest.mark.parametrize("case", MISTAKES.split("\n\n"))
-def test_what_the_site_lacks_is_refused_with_what_it_has(case: str) -> None:
-    fields, _, problem = case.partition("\n=> ")
+@pytest.mark.parametrize(("fields", "problem"), cases("slurm/site_mistakes.txt"))
+def test_what_the_site_lacks_is_refused_with_what_it_has(fields: str, problem: str) -> None:
     assert problems(**yaml.safe_load(fields)) == [problem]
 
 

@@ -5,34 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from golden_files import GOLDEN, cases
 
 from penstock.errors import SpecError
 from penstock.spec import gateway, reading
 from penstock.spec.blocks import Slurm
 from penstock.spec.deployment import Deployment, EngineSpec, GatewaySpec, Hardware, Parallel, Replicas, Workload
 
-# DESIGN.md's file, which shows every block.
-FULL = """
-name: llama70                       # default: from the model
-model: meta-llama/Llama-3.1-70B-Instruct   # hub id, or a folder
-target: slurm                       # local | ssh | ray | slurm | kubernetes | cloudera | vessl
-hardware: {gpu: h100-sxm, gpus_per_node: 4, nodes: 2, network: ib-ndr}   # asked of the target when absent
-parallel: auto                      # or {tensor: 4, pipeline: 2, data: 1, expert: false}
-engine:                             # vLLM's own names, passed through; version-checked
-  kind: auto                        # vllm | llamacpp; auto = vllm on GPUs, llamacpp without one
-  max_model_len: 32768
-  gpu_memory_utilization: 0.92
-  executor: auto                    # ray | mp; auto = mp inside one node, ray across nodes
-  args: {enable-prefix-caching: true}
-workload: {input_tokens: 2000, output_tokens: 300, concurrency: 64, ttft_ms: 2000, tpot_ms: 60}
-replicas: {min: 1, max: 4, metric: waiting, target: 10}
-gateway: {port: 8000, auth: keys}
-ui: true
-observe: {prometheus: true, grafana: true}
-cache: {weights: /shared/models}
-slurm: {partition: gpu, account: lab, time: "4:00:00"}     # one block per target kind
-"""
-GOLDEN = Path(__file__).parent / "golden"
+FULL = (GOLDEN / "every_block.yaml").read_text("utf-8")
 ODD = "model: m\nengine: {args: {a: null, b: false, c: [1, x], d: []}, env: {A: '1'}}\ngateway: {aliases: [x, y]}"
 
 
@@ -88,12 +68,11 @@ def test_a_name_comes_from_the_model(model: str, name: str) -> None:
     assert reading.from_mapping({"model": model}).name == name
 
 
-MISTAKES = (GOLDEN / "spec_mistakes.txt").read_text("utf-8").strip().split("\n\n")
+MISSING = "model: is missing (example: model: penstock-demo)"
 
 
-@pytest.mark.parametrize("case", ["\n=> model: is missing (example: model: penstock-demo)", *MISTAKES])
-def test_each_mistake_is_named_with_its_place(case: str) -> None:
-    text, problem = case.split("\n=> ")
+@pytest.mark.parametrize(("text", "problem"), [("", MISSING), *cases("spec_mistakes.txt")])
+def test_each_mistake_is_named_with_its_place(text: str, problem: str) -> None:
     error = refused(text)
     assert error.detail == problem
     assert error.message == "cannot use the file: 1 problem"
@@ -132,22 +111,7 @@ def test_a_variable_that_overrides_the_gpus_of_a_replica_is_refused(name: str) -
 
 
 # NAME=value that must not travel, by name and by value, and that may.
-SECRET, PUBLIC = (Path(__file__).parent / "golden" / "secrets.txt").read_text("utf-8").split("\n\n")
-ELSEWHERE = [
-    ("model", "model: https://u:abc@h/x"),
-    ("engine.args.hf-token", "engine: {args: {hf-token: abc, hf-overrides: {pad_token: <p>}}}"),
-    ("engine.args.c.aws_secret_access_key", "engine: {args: {c: {aws_secret_access_key: abc}}}"),
-    ("slurm.prologue", "target: slurm\nslurm: {prologue: [module load x, export A=$(cat a), export B_TOKEN=abc]}"),
-    ("slurm.directives", 'target: slurm\nslurm: {directives: ["--export=ALL,WANDB_API_KEY=abc"]}'),
-    ("ray.runtime_env.env_vars.A_KEY", "target: ray\nray: {runtime_env: {env_vars: {A_KEY: abc, B_KEY: /x}}}"),
-    ("kubernetes.patch.metadata.value", "target: kubernetes\nkubernetes: {hub_token_secret: h, patch: {metadata: [{"
-     "name: A_TOKEN, value: abc}, {name: B_TOKEN, valueFrom: {secretKeyRef: {name: a, key: token}}}]}}"),
-    ("vessl.imports./x", "target: vessl\nvessl: {secrets: {HF_TOKEN: hub}, imports: {/x: 'git://u:abc@h/x'}}"),
-    ("cache.weights", "cache: {weights: 's3://u:abc@h/x'}\nui: {system: password=x}"),
-    ("gateway.store", "gateway: {store: 'postgresql://u:abc@h/d'}"),
-    ("gateway.traces.endpoint", "gateway: {traces: {endpoint: 'http://u:abc@h:1'}}"),
-    ("observe.remote_write.url", "observe: {prometheus: true, remote_write: {url: 'https://u:abc@h/x'}}"),
-]  # fmt: skip
+SECRET, PUBLIC = (GOLDEN / "secrets.txt").read_text("utf-8").split("\n\n")
 CURES = {"local": "export A_TOKEN", "slurm": "cat ~/.A_TOKEN)", "kubernetes": "KeyRef", "vessl": "{A_TOKEN: ITS"}
 
 
@@ -162,8 +126,8 @@ def test_a_variable_that_looks_like_a_secret_is_refused_and_others_pass() -> Non
         assert reading.from_mapping({"model": "m", "engine": {"env": {name: value}}}).engine.variables == {name: value}
 
 
-@pytest.mark.parametrize(("path", "text"), ELSEWHERE)
-def test_a_secret_elsewhere_in_the_file_is_refused_and_not_shown(path: str, text: str) -> None:
+@pytest.mark.parametrize(("text", "path"), cases("secrets_elsewhere.txt"))
+def test_a_secret_elsewhere_in_the_file_is_refused_and_not_shown(text: str, path: str) -> None:
     (problem,) = refused(text if path == "model" else f"model: m\n{text}").problems
     assert (problem.path, "abc" in str(problem)) == (path, False)
 
@@ -194,20 +158,7 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     assert caught.value.detail == "it is not UTF-8 text"
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ("2024-01-01", "2024-01-01 is a date in YAML"),
-        ("{a: 2024-01-01 10:00:00}", ".a: 2024-01-01 10:00:00 is a date in YAML"),
-        ("[{2024-01-01: .nan}]", "[0].2024-01-01: nan is not a finite number"),
-        ("{a: [1, -.inf]}", ".a[1]: -inf is not a finite number"),
-        ("!!binary aGk=", "cannot be binary data"),
-        ("{a: !!set {b}}", ".a: cannot be a set"),
-        ("1" + "0" * 30, "has more than 64 bits"),
-        ('"\\ud800"', "is not UTF-8 text"),
-        ('{"\\ud800": 1}', "is not UTF-8 text"),
-    ],
-)
+@pytest.mark.parametrize(("value", "words"), cases("spec_values.txt"))
 @pytest.mark.parametrize("field", ["engine.args.x", "engine.env.x", "name", "gateway.price", "kubernetes.labels", "zz"])
 def test_no_value_that_yaml_can_make_ends_in_a_fault(field: str, value: str, words: str) -> None:
     *parents, last = field.split(".")

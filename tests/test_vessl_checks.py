@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import yaml
+from golden_files import cases
 from place_stubs import client_of
 from samples import demo_plan
 
@@ -53,12 +54,8 @@ def of_vessl(**fields: Any) -> list[str]:
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 
-MISTAKES = (Path(__file__).parent / "golden" / "vessl" / "mistakes.txt").read_text("utf-8").strip()
-
-
-@pytest.mark.parametrize("case", MISTAKES.split("\n\n"))
-def test_a_problem_of_the_file_is_named_with_its_cure(case: str) -> None:
-    fields, _, said = case.partition("\n=> ")
+@pytest.mark.parametrize(("fields", "said"), cases("vessl/mistakes.txt"))
+def test_a_problem_of_the_file_is_named_with_its_cure(fields: str, said: str) -> None:
     (problem,) = checks.file_problems(file(**yaml.safe_load(fields)))
     assert str(problem) == said and problem.hint
 

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import vessl_judge
 import yaml
+from golden_files import table
 from launching import call
 from waiting import until
 
@@ -30,32 +31,7 @@ from penstock.testing.fake_vessl.server import FakeVessl
 GOLDEN = Path(__file__).parent / "golden" / "vessl"
 EXAMPLE = Path(__file__).parent.parent / "examples" / "vessl.yaml"
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-BLOCK = {"cluster": "vessl-gcp-oregon", "preset": "gpu-l4-small"}
-SHAPES: dict[str, dict[str, Any]] = {
-    "plain": {"vessl": BLOCK},
-    "everything": {
-        "ui": True,
-        "gateway": {"port": 9000},
-        "cache": {"weights": "vessl-artifact://acme/serving/cache"},
-        "vessl": {
-            **BLOCK,
-            "spot": True,
-            "preset": "gpu-l4-small-spot",
-            "image": "registry.example.org/vllm:own",
-            "code": "git://github.com/example/penstock-wheel",
-            "secrets": {"HF_TOKEN": "hf-token"},
-            "mounts": {"/data": "nfs://10.0.0.4/data"},
-            "imports": {"/lora": "vessl-model://acme/lora/3"},
-            "exports": {"/results": "volume://vessl-storage/results"},
-            "max_hours": 0.5,
-        },
-    },
-    "service": {
-        "replicas": {"min": 1, "max": 3},
-        "gateway": {"store": "postgresql://penstock@db.example.org/penstock"},
-        "vessl": {**BLOCK, "kind": "service", "spot": True},
-    },
-}
+SHAPES: dict[str, dict[str, Any]] = table("vessl_shapes.yaml")
 
 
 @pytest.fixture
