@@ -15,7 +15,14 @@ from penstock.run_folder import Run
 
 # 0 to 2 replicas, each for one request at a time, that may end at once.
 FIELDS: dict[str, Any] = {
-    "replicas": {"min": 0, "max": 2, "idle_s": 1, "down": {"stabilization_window_seconds": 0}},
+    "replicas": {
+        "min": 0,
+        "max": 2,
+        "metric": "waiting",
+        "target": 1,
+        "idle_s": 1,
+        "down": {"stabilization_window_seconds": 0},
+    },
     "gateway": {"max_in_flight": 1, "hold_s": 100},
 }
 SLOW = {"load-s": 0.5, "tokens-per-s": 20}

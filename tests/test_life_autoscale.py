@@ -64,7 +64,8 @@ def is_asleep(run: Run) -> bool:
 
 
 def test_requests_that_wait_start_another_replica(place: Place) -> None:
-    run = place.up(place.write("one", args=SLOW, replicas={"min": 1, "max": 2}, gateway={"max_in_flight": 1}))
+    replicas = {"min": 1, "max": 2, "metric": "waiting", "target": 1}
+    run = place.up(place.write("one", args=SLOW, replicas=replicas, gateway={"max_in_flight": 1}))
     streams = [Asking(run.url, 100) for _ in range(4)]
     until(lambda: len(pids(run, "node")) == 2, "requests wait: another replica starts")
     assert now(run).phase == "ready", "the first serves while the second loads"
