@@ -8,9 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import autoscale_story
 import pytest
-from autoscale_story import FIELDS, SLOW
 from kubernetes_cluster import Namespace
 from kubernetes_metrics_adapter import serving
 from launching import Asking, Place, ask, call, now
@@ -23,6 +21,13 @@ from penstock.targets.kubernetes.scaling import GAUGE
 from penstock.wire.client import Client
 
 pytestmark = [pytest.mark.hosts, pytest.mark.xdist_group("kubernetes")]
+
+# Replicas for one request at a time, that may end at once, and that requests which wait order.
+FIELDS: dict[str, Any] = {
+    "replicas": {"max": 2, "metric": "waiting", "target": 1, "down": {"stabilization_window_seconds": 0}},
+    "gateway": {"max_in_flight": 1, "hold_s": 100},
+}
+SLOW, N_TOKENS = {"load-s": 0.5, "tokens-per-s": 20}, 160
 HPA = "/apis/autoscaling/v1"
 
 
@@ -53,7 +58,7 @@ def test_a_real_hpa_sets_the_number_from_the_gauge(place: Place, kubernetes: Nam
     gauge = functools.partial(gauge_of, run)
     with serving(kubernetes.cluster, GAUGE, gauge) as answers:
         assert dial(kubernetes) == 1
-        streams = [Asking(run.url, autoscale_story.N_TOKENS, key=key) for _ in range(4)]
+        streams = [Asking(run.url, N_TOKENS, key=key) for _ in range(4)]
         until(lambda: gauge() == 2, "the gauge says two")
         kubernetes.wait(lambda: dial(kubernetes) == 2, "HPA sets two")
         until(lambda: len(sets(kubernetes)) == 2, "the controller follows")
