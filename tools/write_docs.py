@@ -58,7 +58,7 @@ the gateway. Labels come from bounded sets: `model` are declared ones, `replica`
 | `kind` | prompt, cached (a part of prompt), output |
 | `limit` | requests, tokens, concurrency, budget |
 | `state` of `ledger_requests_total` | complete, client-cancelled, engine-failed, refused |
-| `state` of `replica_state` | queued, starting, loading, warming, ready, busy, sleeping, waking, stalled, restarting, stopping, failed |
+| `state` of `replica_state` | the states that `penstock status` shows: queued, loading, ready, busy, failed, ... |
 
 `workload.ttft_ms` and `tpot_ms` are bounds of the buckets of `time_to_first_token_seconds` and
 `time_per_output_token_seconds`, so the share of requests that kept a promise is exact.
