@@ -99,6 +99,6 @@ class GatewayContext:
             forwarding.bear_silence(now)
         for model in self.replicas.models:
             self.wake_sleeper(model.name, now)
-            self.holds_while_loading &= not self.replicas.ready(model.name, now)
-            if self.queue.waiting_for(model.name) and self.replicas.ready(model.name, now):
+            if self.replicas.ready(model.name, now):
+                self.holds_while_loading = False
                 self.queue.wake(model.name)

@@ -134,8 +134,7 @@ class Listener:
         return has_room
 
     def remove(self, connection: ClientConnection) -> None:
-        source = self._connections.pop(connection, None)
-        if source is not None:
+        if (source := self._connections.pop(connection, None)) is not None:
             self._by_source[source].remove(connection)
             if not self._by_source[source]:
                 del self._by_source[source]
@@ -195,6 +194,7 @@ def _close_longest_idle(connections: Collection[ClientConnection]) -> bool:
     return bool(idle)
 
 
+@functools.lru_cache(maxsize=4096)
 def _source_of(address: str) -> str:
     """Who counts as one. Empty for this machine: that is a proxy."""
     network = network_of(address)
