@@ -7,15 +7,7 @@ import urllib.request
 
 import msgspec
 import pytest
-from launching import (
-    PROMPT,
-    Asking,
-    Place,
-    ask,
-    call,
-    now,
-    pids,
-)
+from launching import PROMPT, Asking, Place, ask, call, now, pids
 from waiting import left_s, until
 
 from penstock.deployment.autoscale import Sample

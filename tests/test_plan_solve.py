@@ -33,7 +33,6 @@ from penstock.planner.solve import sizing_of
 
 CASES = Path(__file__).parent / "golden" / "plan" / "cases.txt"
 EXPECTED = {case.partition("\n")[0]: case for case in CASES.read_text("utf-8").removeprefix("$ ").split("\n$ ")}
-H100X8 = ("--gpu", "h100-sxm", "--gpus-per-node", "8")
 
 
 def answer_to(words: str) -> Sizing:

@@ -24,7 +24,7 @@ from penstock.errors import PenstockError, UserError
 from penstock.gateway.accounting.key_store import Limits, check_new_key, hash_of, new_secret
 from penstock.gateway.accounting.ledger import Ledger
 from penstock.gateway.accounting.running_totals import new_totals
-from penstock.gateway.accounting.store import BUSY_S, SCHEMA_VERSION, connect, share
+from penstock.gateway.accounting.store import BUSY_S, SCHEMA_VERSION, check, connect, share
 from penstock.gateway.accounting.usage_store import DAY_S, FOLD_ROWS, GpuUse, Grouping, Row, UsageStore, day_of
 from penstock.gateway.cost import SLOT_S
 
@@ -136,6 +136,9 @@ def test_many_rows_are_folded_and_unfolded_once(tmp_path: Path) -> None:
 @pytest.mark.postgres
 def test_postgres_keeps_what_sqlite_keeps_and_is_found_again(postgres: str) -> None:
     """All that is tested on a store, on one server."""
+    check(postgres)
+    with pytest.importorskip("psycopg").connect(postgres) as bare:
+        assert bare.execute("SELECT to_regclass('meta')").fetchone() == (None,), "a check leaves nothing"
     for name, test in globals().copy().items():
         if name.startswith("test_") and "store" in getattr(test, "__annotations__", ()):
             with empty(postgres) as opened:

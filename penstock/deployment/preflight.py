@@ -118,7 +118,7 @@ def gateway_problems(gateway: GatewaySpec) -> list[Problem]:
             open_tls(*(str(Path(name).expanduser()) for name in (gateway.tls_cert, gateway.tls_key)))
         field = "store"
         if gateway.store and "://" in gateway.store:
-            store.connect(gateway.store).close()
+            store.check(gateway.store)
     except PenstockError as error:
         problems.append(Problem(f"gateway.{field}", error.message, error.hint))
     return problems

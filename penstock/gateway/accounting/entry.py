@@ -282,8 +282,7 @@ class Entry:
             return None
         now = self._accounting.now()
         self._n_reserved = self._estimate_tokens()
-        refusal = holder.quota.take(now, self._n_reserved)
-        if refusal is None:
+        if (refusal := holder.quota.take(now, self._n_reserved)) is None:
             self._is_open = True
             return None
         if refusal.is_unsure:
@@ -336,8 +335,7 @@ class Entry:
 
     def feed(self, data: bytes, is_end: bool) -> bytes:
         """Takes the next piece of the response's body; returns what the client gets now."""
-        watch = self._watch
-        if watch is None:
+        if (watch := self._watch) is None:
             return data
         if self._is_stream and data and self._first_at is None:
             self._first_at = self._accounting.now()
@@ -392,8 +390,7 @@ class Entry:
             count.n_prompt += n_prompt
             count.n_cached += n_cached
             count.n_output += n_output
-        ledger = accounting.ledger
-        if ledger is None:
+        if (ledger := accounting.ledger) is None:
             return usage
         cost_usd = None if price is None else price.cost_usd(n_prompt, n_cached, n_output)
         key_id = holder.id if holder is not None else ""

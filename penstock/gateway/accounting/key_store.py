@@ -98,7 +98,7 @@ class KeyStore:
             if any(key.name == name and key.revoked_at is None for key in self.all()):
                 raise UserError(f'cannot create key "{name}": there is one of that name', hint="Revoke or rotate it.")
             key_id = self._add_key(name, limits, now)
-            self._add_secret(key_id, secret, now)
+            self._add_secret(key_id, hash_of(secret), secret[-4:], now)
             return self.find(key_id), secret
 
     def introduce(self, name: str, digest: str, now: float) -> None:
@@ -111,8 +111,7 @@ class KeyStore:
             keys = self.all()
             if all(key.id != key_id and digest not in [s.hash for s in key.secrets] for key in keys):
                 name = f"{name}-{digest[:6]}" if any(key.name == name for key in keys) else name
-                row = (digest, self._add_key(name, Limits(), now, key_id), "", now, None)
-                self._database.execute("INSERT INTO api_secrets VALUES (?, ?, ?, ?, ?)", row)
+                self._add_secret(self._add_key(name, Limits(), now, key_id), digest, "", now)
 
     def rotate(self, name_or_id: str, grace_s: float, now: float) -> tuple[ApiKey, str]:
         """A new secret for a key; the newest of the old ones, MAX_SECRETS with it, stay valid for `grace_s`."""
@@ -129,7 +128,7 @@ class KeyStore:
                 " (SELECT hash FROM api_secrets WHERE key_id = ? ORDER BY created_at DESC LIMIT ?)",
                 (key.id, key.id, MAX_SECRETS - 1),
             )
-            self._add_secret(key.id, secret, now)
+            self._add_secret(key.id, hash_of(secret), secret[-4:], now)
             return self.find(key.id), secret
 
     def renew(self, name: str, grace_s: float, now: float) -> str:
@@ -201,8 +200,8 @@ class KeyStore:
         )
         return key.id
 
-    def _add_secret(self, key_id: str, secret: str, now: float) -> None:
-        values = (hash_of(secret), key_id, secret[-4:], now, None)
+    def _add_secret(self, key_id: str, digest: str, ending: str, now: float) -> None:
+        values = (digest, key_id, ending, now, None)
         self._database.execute("INSERT INTO api_secrets VALUES (?, ?, ?, ?, ?)", values)
 
     @contextlib.contextmanager

@@ -99,8 +99,7 @@ class Keyring:
         return {key_id: quota for key_id, (_, quota) in self._quotas.items()}
 
     def _look_up(self, authorization: bytes) -> KeyHolder | None:
-        key = bearer(authorization)
-        if key is None:
+        if (key := bearer(authorization)) is None:
             return None
         digest = hashlib.sha256(key).digest()
         key_hash, holder = self._by_half.get(digest[:_HALF], (_NO_HASH, None))

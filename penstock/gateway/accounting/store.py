@@ -37,6 +37,12 @@ def connect(place: str, busy_s: float = _LONG_S) -> Database:
     return database
 
 
+def check(place: str) -> None:
+    """Tries what `connect` does in a PostgreSQL, and takes it back. Raises UserError."""
+    with contextlib.closing(_Postgres(place, BUSY_S)) as opened, opened._connection.transaction(force_rollback=True):
+        _migrate(opened)
+
+
 def share(place: str) -> None:
     """Makes a store usable from several machines: SQLite's write-ahead log needs shared memory, its journal not.
 

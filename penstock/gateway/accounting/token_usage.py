@@ -75,8 +75,7 @@ def find_usage(data: bytes) -> Usage | None:
     at = len(data)
     while (at := data.rfind(_USAGE, 0, at)) >= 0:
         begin = _OBJECT.match(data, at)
-        text = _object_at(data, begin.end()) if begin else None
-        if text is not None:
+        if begin is not None and (text := _object_at(data, begin.end())) is not None:
             try:
                 return _usage_of(msgspec.json.decode(text, type=UsageReport))
             except _UNREADABLE:
