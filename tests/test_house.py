@@ -49,7 +49,7 @@ ROOMS = {
     "gateway/live/": (680, 390),
     "gateway/routing/": (1018, 900),
     "gateway/workers/": (765, 670),
-    "deployment/": (3757, 2620),
+    "deployment/": (3756, 2620),
     "deployment/place.py": (88, 88),
     "deployment/replace.py": (157, 157),  # `up --replace`: asks first, and brings back
     "deployment/controller/": (1866, 1720),

@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
 
 import msgspec
 
@@ -213,8 +212,8 @@ def _is_lost(state: State) -> bool:
 
 def wait_ready(run: Run, on_state: OnState, timeout_s: float | None = None, is_ours: bool = True) -> State:
     """Block until every replica is ready. Raises EngineError for a failed start, which is ended if `is_ours`."""
-
-    own, refusal = run.launch, cast(PenstockError | None, None)
+    own = run.launch
+    refusal: PenstockError | None = None
 
     def is_over(state: State) -> bool:
         nonlocal refusal
