@@ -31,14 +31,7 @@ from penstock.gateway.routing.replicas import Replica
 from penstock.hardware import Gpu, Machine
 from penstock.spec import reading
 from penstock.spec.deployment import Hardware
-from penstock.wire.announcement import (
-    Announcement,
-    EngineLoad,
-    GatewayView,
-    GpuReading,
-    MachineReading,
-    ReplicaView,
-)
+from penstock.wire.announcement import Announcement, EngineLoad, GatewayView, GpuReading, MachineReading, ReplicaView
 from penstock.wire.live import Cost, KeyUse
 
 BODY = b'{"choices":[],"usage":{"prompt_tokens":40,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":8}}}'

@@ -15,19 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from launching import (
-    Place,
-    ask,
-    call,
-    engine_pid,
-    kill,
-    now,
-    pid_of,
-    pids,
-    private_folders,
-    replica_of,
-    started,
-)
+from launching import Place, ask, call, engine_pid, kill, now, pid_of, pids, private_folders, replica_of, started
 from waiting import left_s, until
 
 from penstock import processes

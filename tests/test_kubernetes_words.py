@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from golden_files import cases
 from kubernetes_goldens import kept, sections
+from samples import deployment
 
 from penstock.targets import Placement
 from penstock.targets.kubernetes import reasons, words
 from penstock.targets.kubernetes.objects import REVISION, Object
+from penstock.targets.kubernetes.view import look
 from penstock.wire.announcement import Restart
 
 NOW = 1_790_000_000.0
@@ -253,6 +256,16 @@ def test_what_the_cluster_brought_back_is_a_restart_with_its_reason() -> None:
     )
     rolled_out = owner | {"status": {"conditions": [{"type": "Progressing", "lastUpdateTime": at(-55)}]}}
     assert words.last_restart(rolled_out, [other], []) is None, "a rollout made it"
+
+
+def test_a_look_that_missed_the_change_of_a_pod_still_asks_why() -> None:
+    rows = {"Pod": [running(metadata={"labels": {}})], "Event": [event("Evicted", "The node was low on resource.")]}
+    api: Any = SimpleNamespace(list=lambda kind, *_: rows.get(kind, []))
+    run: Any = SimpleNamespace(name="qwen", deployment=lambda: deployment(target="kubernetes"))
+    before = look(api, run)
+    assert before.events == look(api, run, before).events == (), "all is quiet"
+    rows["Pod"] = [running(metadata={"labels": {}, "uid": "uid-9"})]
+    assert look(api, run, before).events == tuple(rows["Event"])
 
 
 def test_a_pod_whose_node_was_silent_before_its_end_has_no_grace() -> None:

@@ -219,8 +219,7 @@ class Publisher:
         if now - self._asked_at < _ASK_EVERY_S:
             return
         self._asked_at = now
-        desired = api.find("ConfigMap", objects.desired(run.name))
-        if desired is not None:
+        if (desired := api.find("ConfigMap", objects.desired(run.name))) is not None:
             _write(run, desired, {"desired.json": "desired.json"})
         silent_s = now - self._written_at
         state = run.state()

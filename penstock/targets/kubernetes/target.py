@@ -169,7 +169,7 @@ class Kubernetes(Target):
         before = self._views.get(str(run.path))
         if before is not None and time.monotonic() - before.at < _FRESH_S:
             return before
-        view = self._views[str(run.path)] = look(api, run)
+        view = self._views[str(run.path)] = look(api, run, before)
         return view
 
     def logs(self, run: Run, unit: Unit, follow: bool, last: int | None = None) -> Iterator[str]:

@@ -31,13 +31,14 @@ class View(msgspec.Struct, frozen=True):
         return [pod for pod in self.pods if wanted.items() <= pod["metadata"].get("labels", {}).items()]
 
 
-def look(api: Api, run: Run) -> View:
-    """A view of now. Raises ApiError."""
+def look(api: Api, run: Run, before: View | None = None) -> View:
+    """A view of now. `before`: the last one; only events tell why a pod took the place of another. Raises ApiError."""
     every_pod = api.list("Pod", objects.labels(run.name))
     pods = tuple(pod for pod in every_pod if pod["metadata"]["labels"].get(objects.COMPONENT) != weights.COMPONENT)
     is_quiet = all(map(is_ready, pods))
     lost = frozenset[str]() if is_quiet else lost_nodes(api)
-    events = () if is_quiet and pods else tuple(api.list("Event"))
+    now, then = ({pod["metadata"]["uid"] for pod in each} for each in (pods, pods if before is None else before.pods))
+    events = () if is_quiet and now == then and pods else tuple(api.list("Event"))
     sets = api.list(SETS[block_of(run.deployment()).shape], objects.labels(run.name, "replica"))
     deployments = {row["metadata"]["name"]: row for row in api.list("Deployment", objects.labels(run.name))}
     return View(time.monotonic(), by_replica(sets), deployments, pods, events, lost)
