@@ -201,8 +201,8 @@ def test_a_gateway_on_a_lost_node_is_deleted_by_force_so_that_the_next_one_gets_
             deleted.append((name, grace_s))
 
     def pod(name: str, **more: str) -> Object:
-        labels = {"app.kubernetes.io/component": "gateway"}
-        return {"metadata": {"name": name, "labels": labels, **more}, "spec": {"nodeName": "node-1"}, "status": {}}
+        metadata = {"name": name, "uid": name, "labels": {"app.kubernetes.io/component": "gateway"}, **more}
+        return {"metadata": metadata, "spec": {"nodeName": "node-1"}, "status": {}}
 
     pods = [pod("lost", deletionTimestamp="2026-01-01T00:00:00Z"), pod("next")]
     target, run = Kubernetes(), run_folder(cluster())
