@@ -14,15 +14,8 @@ from penstock.spec.deployment import Deployment
 from penstock.spec.gateway import STDERR, GatewaySettings
 
 
-class Addresses(msgspec.Struct, frozen=True):
-    """Where a gateway listens, "host:port" each."""
-
-    listen: str
-    admin: str
-
-
-def make(run: Run, deployment: Deployment, plan: Plan, addresses: Addresses) -> GatewayConfig:
-    """The whole config. Files that the deployment names are those of this machine."""
+def make(run: Run, deployment: Deployment, plan: Plan, listen: str, admin: str) -> GatewayConfig:
+    """The whole config. Files that the deployment names are those of this machine. `listen`, `admin`: "host:port"."""
     spec, names = deployment.gateway, plan.served_names
     settings = {field: getattr(spec, field) for field in GatewaySettings.__struct_fields__} | {
         "store": spec.store if "://" in (spec.store or "") else _whole_path(spec.store) or str(run.store_file),
@@ -35,8 +28,8 @@ def make(run: Run, deployment: Deployment, plan: Plan, addresses: Addresses) -> 
     }
     return GatewayConfig(
         **settings,
-        listen=addresses.listen,
-        admin=addresses.admin,
+        listen=listen,
+        admin=admin,
         admin_token_file=str(run.admin_token_file),
         models=(ServedModel(names[0], tuple(names[1:])),),
         auth=spec.auth,

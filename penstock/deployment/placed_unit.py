@@ -24,7 +24,6 @@ import msgspec
 
 from penstock import __version__, processes, targets
 from penstock.deployment import gateway_config, ui
-from penstock.deployment.gateway_config import Addresses
 from penstock.errors import PenstockError
 from penstock.gateway.accounting import store
 from penstock.gateway.accounting.key_store import KeyStore
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         program = ["-m", "penstock.chat.page"]
         program.append(str(ui.write_config(run, options.gateway, host, int(port), certificate)))
     else:
-        _write_gateway_config(run, Addresses(options.listen, options.admin), options.store, options.tls)
+        _write_gateway_config(run, options.listen, options.admin, options.store, options.tls)
         program = ["-m", "penstock.gateway", str(run.gateway_config)]
     if options.shared and (place := run.gateway_file().store) is not None:
         store.share(place)
@@ -66,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.execve(sys.executable, [sys.executable, *program], {**os.environ, **marks})
 
 
-def _write_gateway_config(run: Run, addresses: Addresses, store: str | None, tls: Path | None) -> None:
+def _write_gateway_config(run: Run, listen: str, admin: str, store: str | None, tls: Path | None) -> None:
     deployment = run.deployment()
-    config = gateway_config.make(run, deployment, run.plan(), addresses)
+    config = gateway_config.make(run, deployment, run.plan(), listen, admin)
     if store is not None and deployment.gateway.store is None:
         config = msgspec.structs.replace(config, store=store)
     if tls is not None:

@@ -173,8 +173,7 @@ def _gateway_config(prepared: Prepared, target: Target, ports: Sequence[int]) ->
     if ports:
         listen = f"{deployment.gateway.host}:{ports[0]}"
         admin = f"{'127.0.0.1' if target.listen == 'loopback' else '0.0.0.0'}:{ports[1]}"
-    run, addresses = Run(paths.home() / "runs" / deployment.name), gateway_config.Addresses(listen, admin)
-    return gateway_config.make(run, deployment, prepared.plan, addresses)
+    return gateway_config.make(Run(paths.home() / "runs" / deployment.name), deployment, prepared.plan, listen, admin)
 
 
 def watch(run: Run, on_state: OnState, is_done: Callable[[State], bool], timeout_s: float | None = None) -> State:
