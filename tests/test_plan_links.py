@@ -1,7 +1,8 @@
 """This machine's GPUs and how they are joined, from nvidia-smi's output; how that moves the plan.
 
-RECORDED is what one host of four H200s printed; GEFORCE stands in a public issue (noonghunna/club-3090#1124). Others
-are put together in the same form, as NVIDIA/nccl#1617 and aikitoria/open-gpu-kernel-modules#13 show it.
+RECORDED is what one host of four H200s printed; GEFORCE stands in a public issue (noonghunna/club-3090#1124), where it
+was pasted with blanks for tabs. Others are put together in the same form, as NVIDIA/nccl#1617 and
+aikitoria/open-gpu-kernel-modules#13 show it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import subprocess
 from typing import Any
 
 import pytest
+from golden_files import GOLDEN
 from plan_shapes import solved
 
 from penstock.deployment import planning
@@ -20,13 +22,10 @@ from penstock.hardware.topology import links_of, parse_matrix, parse_rate, rewir
 from penstock.planner.speed.collectives import Fabric, allreduce_us
 from penstock.text import MIB
 
-LEGEND = """
-Legend:
-
-  X    = Self
-  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
-  NV#  = Connection traversing a bonded set of # NVLinks
-"""
+LEGEND, RECORDED, RECORDED_PEERS, GEFORCE = (
+    (GOLDEN / "nvidia-smi" / f"{name}.txt").read_text("utf-8")
+    for name in ("legend", "h200x4-topo", "h200x4-p2p", "rtx-5090x2-topo")
+)
 
 
 def table(*ways: str, nics: int = 0) -> str:
@@ -58,21 +57,6 @@ PCIE_X4 = table("X PHB NODE SYS", "PHB X NODE SYS", "NODE NODE X SYS", "SYS SYS 
 BRIDGED = table("X NV4 SYS SYS", "NV4 X SYS SYS", "SYS SYS X NV4", "SYS SYS NV4 X")
 # DGX-1: a cube of V100s, where some pairs are two hops apart.
 CUBE = table("X NV1 NV2 SYS", "NV1 X SYS NV2", "NV2 SYS X NV1", "SYS NV2 NV1 X")
-RECORDED = (
-    "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
-    "GPU0\t X \tNV18\tNV18\tNV18\t0-63\t0\t\tN/A\nGPU1\tNV18\t X \tNV18\tNV18\t0-63\t0\t\tN/A\n"
-    "GPU2\tNV18\tNV18\t X \tNV18\t0-63\t0\t\tN/A\nGPU3\tNV18\tNV18\tNV18\t X \t0-63\t0\t\tN/A\n" + LEGEND
-)
-RECORDED_PEERS = (
-    " \t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\t\x1b[0m\n GPU0\tX\tOK\tOK\tOK\t\n GPU1\tOK\tX\tOK\tOK\t\n"
-    " GPU2\tOK\tOK\tX\tOK\t\n GPU3\tOK\tOK\tOK\tX\t\n\nLegend:\n\n  X    = Self\n  OK   = Status Ok\n"
-)
-# As pasted, with blanks for tabs: two GeForce RTX 5090.
-GEFORCE = """
-        GPU0    GPU1    CPU Affinity    NUMA Affinity   GPU NUMA ID
-GPU0     X      PHB     0-63    0               N/A
-GPU1    PHB      X      0-63    0               N/A
-"""
 
 
 def links_in(topology: str, p2p: str, rates: str = "", indices: tuple[int, ...] = ()) -> Links | None:
