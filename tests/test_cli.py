@@ -36,7 +36,7 @@ MISSING = Vllm.missing
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of 16 GiB with both engines installed, and no setting of the developer's own."""
-    monkeypatch.setattr(local, "this_machine", cpu_machine)
+    monkeypatch.setattr(local, "this_machine", lambda _: cpu_machine())
     for engine in (LlamaCpp, Vllm):
         monkeypatch.setattr(engine, "missing", lambda self: None)
         monkeypatch.setattr(engine, "version", lambda self: "1.0")
@@ -270,7 +270,7 @@ def test_a_dry_run_as_json_is_one_object(shell: Shell, tmp_path: Path, monkeypat
         path.write_text("model: penstock-demo\nname: from-file\nreplicas: 2\ngateway: {port: 0}\n")
         wanted = rendered(shell, "render", str(path), "--replicas", "3", "--set", "name=other")["deployment"]
         assert (wanted["name"], wanted["replicas"]["min"]) == ("other", 3)
-    monkeypatch.setattr(local, "this_machine", lambda: gpu_machine(2))
+    monkeypatch.setattr(local, "this_machine", lambda _: gpu_machine(2))
     plan = rendered(shell, "render", "--port", "0")["plan"]
     assert (plan["engine"], plan["device"]) == ("vllm", "cuda")
 

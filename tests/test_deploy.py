@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -16,14 +17,16 @@ from samples import NOW, cpu_machine, demo_plan, deployment, draft, gpu_machine,
 
 from penstock import processes, targets
 from penstock import run_folder as runs
-from penstock.deployment import orders, place, preflight, prepare
+from penstock.bench import offline
+from penstock.deployment import orders, place, planning, preflight, prepare
 from penstock.deployment import start as deploy
-from penstock.errors import EngineError, PenstockError, PlanError, UserError
-from penstock.hardware import Machine
+from penstock.errors import EngineError, PenstockError, PlanError, SpecError, UserError
+from penstock.hardware import Machine, detect
 from penstock.processes import Marked
 from penstock.run_folder import Artifact, Desired, Handle, Part, ReplicaStatus, Run, State
 from penstock.spec.deployment import TARGETS, Deployment
 from penstock.targets import Target, local
+from penstock.targets.assumed import machines_of_file
 from penstock.text import GIB
 from penstock.wire.announcement import Process
 
@@ -73,8 +76,33 @@ def test_what_a_run_holds_of_its_hosts_counts_as_free_for_its_replacement() -> N
     wanted, cluster = deployment(target="ssh"), cast(Target, Cluster())
     found = prepare._machines(cluster, wanted, run_of(wanted))
     assert [machine.gpus[0].memory_free_bytes for machine in found] == [80 * GIB] * 3
-    found = prepare._machines(cluster, wanted, run_of(deployment()))
-    assert found[0].gpus[0].memory_free_bytes == GIB, "another target's run holds nothing here"
+    for run in (run_of(deployment()), run_of(deployment(target="ssh", hardware={"gpu_ids": [1]}))):
+        found = prepare._machines(cluster, wanted, run)
+        assert found[0].gpus[0].memory_free_bytes == GIB, "another target's run, or one of other GPUs, holds nothing"
+
+
+def test_replicas_get_the_gpus_that_the_file_names_and_one_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = "".join(f"{index}, GPU-{index}, NVIDIA H200, 143771, 143000\n" for index in range(4))
+    monkeypatch.setattr(detect, "nvidia_smi", lambda *_: rows)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,3")
+    run, here, task = run_of(deployment(hardware={"gpu_ids": [3, 1]})), local.Local(), offline.Task("latency", (), 1)
+    assert [gpu.index for gpu in prepare._machines(here, run.deployment(), None)[0].gpus] == [1, 3]
+    assert [local._choose_gpus(run, taken) for taken in ({}, {"0": {"gpus": [1]}})] == [[1], [3]]
+    with pytest.raises(PenstockError, match="needs 1 GPUs, 0 are free") as full:
+        local._choose_gpus(run, {"0": {"gpus": [1, 3]}})
+    assert full.value.detail == "The file allows GPUs 3, 1 (hardware.gpu_ids)."
+    absent = deployment(hardware={"gpu_ids": [9, 1, 2]})
+    for look in (partial(prepare._machines, here, absent, None), partial(planning.request_for, absent, {}),
+                 partial(offline._plan, absent, 1, task)):  # fmt: skip
+        with pytest.raises(SpecError) as refused:
+            look()
+        assert "hardware.gpu_ids: " in str(refused.value.detail) and "no usable GPU 2, 9 (" in str(refused.value.detail)
+    asked = planning.request_for(deployment("llama-3.1-8b", hardware={"gpu_ids": [1, 3]}), {})[0]
+    named = deployment("llama-3.1-8b", target="ssh", hardware={"gpu": "l4", "gpu_ids": [4, 5, 6]})
+    assert (asked.gpus_per_node, planning.request_for(named, {})[0].gpus_per_node) == (2, 3)
+    assert [gpu.index for gpu in machines_of_file(named, "a test")[0].gpus] == [4, 5, 6]
 
 
 def rows(*states: str) -> tuple[ReplicaStatus, ...]:

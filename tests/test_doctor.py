@@ -157,6 +157,8 @@ def test_memory_of_a_gpu_that_another_process_holds_names_it() -> None:
         (bad,) = [f for f in findings.of_node(held, deployment(hardware=hardware)) if f.state != "ok"]
         assert (bad.check, bad.state) == ("gpu", state)
         assert "process 4242 (python train.py, user bob) holds 70.0 GiB" in bad.found
+    (absent,) = [f for f in findings.of_node(held, deployment(hardware={"gpu_ids": [1, 7]})) if f.state == "bad"]
+    assert (absent.check, absent.found) == ("gpu", "hardware.gpu_ids: node0 has no usable GPU 7")
     placed = findings.of_node(held, deployment(hardware={"gpus_per_node": 2}), is_elastic=True)
     (later,) = [finding for finding in placed if finding.state != "ok"]
     assert later.state == "warning" and "waits until that is free" in str(later.cure)

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 from launching import Place, a_place, ask, call
 
+from penstock import processes
+
 ROOT = Path(__file__).parent.parent
 LOG = Path(__file__).parent / "golden" / "vllm-0.33.0" / "h200-start.log"
 NVIDIA_SMI = """#!/bin/sh
-echo "0, GPU-4f1c, NVIDIA H200, 143771, 143000"
+for index in 0 1 2; do echo "$index, GPU-4f1c$index, NVIDIA H200, 143771, 143000"; done
 """
 # `vllm serve FOLDER ...`: the log of the real start, then the fake engine.
 SERVE = """
@@ -63,7 +65,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 def test_what_a_start_reports_is_shown_and_planned_with(place: Place) -> None:
     path = place.folder / "gpu.yaml"
     path.write_text(
-        "model: penstock-demo\nname: gpu\ngateway: {port: 0}\nworkload: {input_tokens: 500, tpot_ms: 0.01}\n", "utf-8"
+        "model: penstock-demo\nname: gpu\ngateway: {port: 0}\nhardware: {gpu_ids: [2]}\n"
+        "workload: {input_tokens: 500, tpot_ms: 0.01}\n",
+        "utf-8",
     )
     before = call("plan", path, "--json").json
     assert before["fits"] and before["measured_on"] is None
@@ -72,6 +76,10 @@ def test_what_a_start_reports_is_shown_and_planned_with(place: Place) -> None:
     assert "warning: workload.tpot_ms 0.01 is missed: likely " in done.err
     run = place.run("gpu")
     ask(run)
+    visible = {
+        processes.environment(each).get("CUDA_VISIBLE_DEVICES") for each in processes.find_marked(str(run.path), "0")
+    }
+    assert visible == {"2"} and run.handle().replicas["0"]["gpus"] == [2]
     made = run.plan()
     assert (made.device, made.engine_version, made.forecast is not None) == ("cuda", "0.33.0", True)
     planned = before["memory"]["kv_cache_gib"]["likely"]

@@ -108,7 +108,7 @@ def test_what_is_written_from_a_file_keeps_the_rest_of_it(plan: Ask, file: Path,
 def test_a_written_file_goes_through_plan_and_up(
     plan: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(local, "this_machine", cpu_machine)
+    monkeypatch.setattr(local, "this_machine", lambda _: cpu_machine())
     monkeypatch.setattr(Vllm, "missing", lambda self: None)
     monkeypatch.setattr(Vllm, "version", lambda self: "0.33.0")
     path = tmp_path / "penstock.yaml"
@@ -128,7 +128,7 @@ def test_a_written_file_goes_through_plan_and_up(
 def test_up_itself_refuses_what_only_a_dry_run_may_assume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(local, "this_machine", cpu_machine)
+    monkeypatch.setattr(local, "this_machine", lambda _: cpu_machine())
     path = tmp_path / "penstock.yaml"
     path.write_text("model: penstock-demo\nhardware: {gpu: l4}\ngateway: {port: 0}\n")
     for command in ("up", "doctor"):

@@ -29,6 +29,7 @@ SMALL_LLAMA = msgspec.structs.replace(
     LLAMA_70B, weights_bytes=15 * GIB, n_layers=32, n_heads=32, n_kv_heads=8, max_position=131_072
 )
 SMALL: dict[str, Any] = {"model": "llama-3.1-8b", "facts": SMALL_LLAMA}
+NAMED: dict[str, Any] = {"hardware": {"gpu_ids": [0, 1]}}
 ODD = msgspec.structs.replace(LLAMA_70B, n_heads=12)
 BOX = gpu_machine(8)
 FULL_GPU = msgspec.structs.replace(gpu_machine(2).gpus[0], memory_free_bytes=20 * GIB)
@@ -92,6 +93,12 @@ CASES: dict[str, Callable[[], Plan]] = {
     "tensor that does not divide the heads": lambda: on_gpus(parallel={"tensor": 3}),
     "more replicas than the file's GPUs": lambda: on_gpus(
         BOX, 2, hardware={"gpus_per_node": 4}, parallel={"tensor": 4}
+    ),
+    "a layout wider than the GPUs that the file names": lambda: on_gpus(
+        gpu_machine(2), parallel={"tensor": 4}, **NAMED
+    ),
+    "more replicas than the GPUs that the file names": lambda: on_gpus(
+        gpu_machine(2), 3, parallel={}, **NAMED, **SMALL
     ),
     "more replicas than GPUs": lambda: on_gpus(gpu_machine(4), 2, parallel={"tensor": 2, "pipeline": 2}, **SMALL),
     # 2 * 4 layers * 4 heads * 32 * 2 bytes = 2 KiB a token; 8 requests of 1024 tokens = 16 MiB, raised to the least.

@@ -79,11 +79,11 @@ def test_the_engine_follows_machine_and_model() -> None:
 def test_what_this_version_or_its_target_does_not_do_is_refused_together() -> None:
     wanted = deployment(ui=True, replicas={"min": 1, "max": 3}, gateway={"on": "job", "auth": "keys"})
     local, slurm = targets.load("local"), targets.load("slurm")
-    assert preflight.unsupported(wanted, slurm) == []
+    assert [*preflight.unsupported(wanted, slurm)] == []
     on_job = 'gateway.on: "job", but target local places no gateway (remove it)'
     assert list(map(str, preflight.unsupported(wanted, local))) == [on_job]
     for replicas in (0, 1, 3, {"min": 0, "max": 1}, {"min": 1, "max": 3}):
-        assert preflight.unsupported(deployment(replicas=replicas), local) == []
+        assert [*preflight.unsupported(deployment(replicas=replicas), local)] == []
 
 
 H100X2 = gpu_machine(2)

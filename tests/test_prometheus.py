@@ -128,13 +128,13 @@ def test_a_program_that_is_named_must_be_there_and_a_token_private(
     token.chmod(0o644)
     observe = {"prometheus": True, "prometheus_binary": str(tmp_path / "none")}
     remote = {"url": "https://host/write", "token_file": str(token)}
-    problems = preflight.prometheus_problems(deployment(observe={**observe, "remote_write": remote}).observe)
+    problems = [*preflight.prometheus_problems(deployment(observe={**observe, "remote_write": remote}).observe)]
     assert [problem.path for problem in problems] == ["observe.prometheus_binary", "observe.remote_write.token_file"]
     assert "can be read by others" in problems[1].message
     monkeypatch.setenv("PATH", str(tmp_path))  # a program that is absent is only a warning
     assert "apt-get install prometheus" in str(preflight.prometheus_warning(Observe(prometheus=True)))
     assert preflight.prometheus_warning(Observe()) is None
-    assert preflight.prometheus_problems(Observe(prometheus=True)) == []
+    assert [*preflight.prometheus_problems(Observe(prometheus=True))] == []
 
 
 # ---- names in PromQL: what a rule or a panel may ask for -------------------------------------------------------------

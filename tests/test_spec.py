@@ -45,7 +45,10 @@ def test_the_file_of_the_design_is_accepted_whole() -> None:
     [
         *(("replicas: 3", Replicas(3, 3)), ("replicas: 0", Replicas(0, 1)), ("replicas: {min: 3}", Replicas(3, 3))),
         *(("replicas: {min: 1, max: 4}", Replicas(1, 4)), ("engine:", EngineSpec()), ("parallel: auto", "auto")),
-        ("parallel: {tensor: 4, pipeline: 2}", Parallel(4, 2)),
+        *(
+            ("parallel: {tensor: 4, pipeline: 2}", Parallel(4, 2)),
+            ("workload: {ttft_ms: 2.5e+3}", Workload(ttft_ms=2500.0)),
+        ),
         *(("name: a", "a"), ("name: " + "a" * 40, "a" * 40)),
     ],
 )
@@ -88,26 +91,8 @@ def test_problems_are_reported_together() -> None:
     assert [problem.path for problem in error.problems] == ["name", "gateway.port", "gateway.auth", "ssh", "ray"]
     error = refused("model: m\nname: A-\ntarget: foo\nssh: {}\nengine: {kind: vlm}\ngateway: {port: -1}")
     assert [problem.path for problem in error.problems] == ["target", "engine.kind", "name", "gateway.port"]
-    error = refused('model: m\nengine: {env: {"A=B": x, "": y}}')
-    assert error.detail == (
-        'engine.env: "A=B" is not a name of an environment variable\n'
-        'engine.env: "" is not a name of an environment variable'
-    )
-    for port in ("gateway: {port: 65536}", "observe: {port: 65536}", "ui: {port: 65536}"):
-        assert refused(f"model: m\n{port}").detail == f"{port.partition(':')[0]}.port: 65536 is above 65535"
     assert refused("model: 7").hint == "docs/reference/spec.md lists every field"
     assert refused("modle: x").hint is None
-
-
-@pytest.mark.parametrize(
-    "name", ["CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"]
-)
-def test_a_variable_that_overrides_the_gpus_of_a_replica_is_refused(name: str) -> None:
-    error = refused(f'model: m\nengine: {{env: {{{name}: "2", NCCL_DEBUG: INFO}}}}')
-    (problem,) = error.problems
-    wanted = (f"engine.env.{name}", "overrides the GPUs that each replica is given", 2)
-    assert (problem.path, problem.message, error.exit_code) == wanted
-    assert "CUDA_VISIBLE_DEVICES" in str(problem.hint)
 
 
 # NAME=value that must not travel, by name and by value, and that may.
@@ -168,13 +153,6 @@ def test_no_value_that_yaml_can_make_ends_in_a_fault(field: str, value: str, wor
         str(error.detail).encode()
 
 
-def test_a_number_that_yaml_reads_as_text_is_shown_as_it_must_be_written() -> None:
-    error = refused("model: m\ngateway: {price: {input: 1e-6, output: 2.5e3}}")
-    assert 'input: expected a number, got "1e-6" (in YAML a number has a point and a sign: 1.0e-6)' in str(error.detail)
-    assert "2.5e+3" in str(error.detail)
-    assert reading.parse("model: m\ngateway: {price: {input: 1.0e-6, output: 2.5e+3}}").gateway.price is not None
-
-
 def test_settings_go_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("model: m\nreplicas: 1\ngateway: {port: 8000}")
@@ -226,11 +204,11 @@ def test_differences_name_each_changed_field() -> None:
         "parallel.expert: (not set) -> False",
     ]
     assert reading.differences(before, before) == []
-
-
-def test_differences_show_no_value_of_a_variable() -> None:
-    before, after = (reading.parse(f"model: m\nengine: {{env: {{A: a{n}}}}}") for n in (1, 2))
-    assert reading.differences(before, after) == ["engine.env.A: *** -> ***"]
+    before, after = (
+        reading.parse(f"model: m\nengine: {{env: {{A: a{n}}}}}\nhardware: {{gpu_ids: {[*range(n)]}}}") for n in (1, 2)
+    )
+    hidden = ["hardware.gpu_ids[1]: (not set) -> 1", "engine.env.A: *** -> ***"]
+    assert sorted(reading.differences(before, after)) == sorted(hidden), "no value of a variable"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import msgspec
 import pytest
+from golden_files import table
 from samples import deployment, run_folder
 
 import penstock
@@ -26,10 +27,10 @@ from penstock.run_folder import Desired, Handle, Run, Unit
 from penstock.spec.blocks import Ssh as Block
 from penstock.targets import LeftBehind
 from penstock.targets.openssh import Done, HostError, Ssh, is_legal, reading, short_name
-from penstock.targets.ssh import bundle, host_setup, liveness, target
+from penstock.targets.ssh import agent, bundle, host_setup, liveness, placement, target
 from penstock.targets.ssh import logs as streams
 from penstock.targets.ssh.bundle import HostPython
-from penstock.targets.ssh.install import HostFacts, HostInstaller
+from penstock.targets.ssh.install import HostFacts, HostInstaller, PreparedHost
 from penstock.targets.ssh.liveness import Look, Watch
 from penstock.targets.ssh.placement import Node, RunHosts, assign
 from penstock.targets.ssh.target import OverSsh
@@ -45,18 +46,7 @@ def test_what_ssh_takes_for_a_host_and_how_messages_name_it() -> None:
     assert [short_name(host) for host in ("me@a", "ssh://me@b:22", "c")] == ["a", "b:22", "c"]
 
 
-@pytest.mark.parametrize(
-    ("complaint", "meaning"),
-    [
-        ("ssh: connect to host a port 22: Connection refused", "nothing listens for ssh there"),
-        ("ssh: connect to host a port 22: Connection timed out", "it does not answer"),
-        ("@@@@\nWARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!\nHost key verification failed.", "not the one"),
-        ("No ED25519 host key is known for a\nHost key verification failed.", "its host key is not known"),
-        ("cat: write error: No space left on device", "its disk is full"),
-        ("first\nsomething new", "something new"),
-        ("", "ssh printed nothing"),
-    ],
-)
+@pytest.mark.parametrize(("complaint", "meaning"), table("ssh/complaints.yaml").items())
 def test_complaints_are_read(complaint: str, meaning: str) -> None:
     meant, hint = reading(complaint)
     assert meaning in meant and ("Is the host on" in (hint or "")) == ("does not answer" in meant)
@@ -201,51 +191,44 @@ def facts(**fields: Any) -> str:
     return msgspec.json.encode(msgspec.structs.replace(whole, **fields)).decode()
 
 
-AWAY = "hosts[0]: node1 cannot be reached over ssh: "
+def test_programs_on_a_host_have_the_gpus_of_the_file_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(ssh: Ssh, host: str, python: str, verb: str, message: bytes, timeout_s: float) -> bytes:
+        sent.append(msgspec.json.decode(message, type=agent.Start).environment)
+        return msgspec.json.encode(agent.Started(Process(1, 0.0), BOOT, host, 21000, 21001))
+
+    def run_there(ssh: Ssh, host: str, words: list[str], timeout_s: float) -> Done:
+        sent.append(words)
+        return Done(0, b"", "")
+
+    sent: list[Any] = []
+    monkeypatch.setattr(Ssh, "run", run_there)
+    monkeypatch.setattr(OverSsh, "_bring", lambda *_: {"gpu1": PreparedHost("gpu1", "/p", "python")})
+    monkeypatch.setattr(placement, "_ask_agent", answer)
+    for hardware in ({}, {"gpu_ids": [3, 2]}):
+        run = run_folder(deployment(target="ssh", ssh={"hosts": ["gpu1"]}, hardware=hardware))
+        OverSsh().survey(run.deployment(), ["-m", "x"], 1.0)
+        RunHosts(run)._start("0", 0, [PreparedHost("gpu1", "/p", "python")], 1, None)
+    limited = ["env", "CUDA_DEVICE_ORDER=PCI_BUS_ID", "CUDA_VISIBLE_DEVICES=3,2", "python", "-m", "x"]
+    assert (sent[0], sent[2]) == (["python", "-m", "x"], limited)
+    assert "CUDA_VISIBLE_DEVICES" not in sent[1] and sent[3]["CUDA_VISIBLE_DEVICES"] == "3,2"
 
 
-@pytest.mark.parametrize(
-    ("done", "said", "hint"),
-    [
-        (Done(255, b"", "me@a: Permission denied (publickey)."), AWAY + "it refuses our key", "ssh-add"),
-        (
-            Done(255, b"", "HOST IDENTIFICATION HAS CHANGED!"),
-            AWAY + "its host key is not the one",
-            "ssh-keygen -R node1",
-        ),
-        (Done(255, b"", "Could not resolve hostname node1"), AWAY + "there is no such host", "~/.ssh/config"),
-        (
-            Done(127, b"", "sh: exec: not found"),
-            'hosts[0]: there is no Python on node1: "py" does not start',
-            "ssh.python",
-        ),
-        (
-            Done(0, b'Hi!\n{"too_old": "3.6.8"}\n', ""),
-            'hosts[0]: the Python of node1 is too old: "py" is 3.6.8',
-            "ssh.",
-        ),
-        (
-            Done(0, facts(free_bytes=4 << 20).encode(), ""),
-            "folder: node1 has 4.0 MiB free in /root/.pen",
-            "free 128 MiB",
-        ),
-    ],
-)
+@pytest.mark.parametrize("case", table("ssh/refusals.yaml"))
 def test_a_host_that_cannot_be_used_is_refused_with_its_reason(
-    done: Done, said: str, hint: str, monkeypatch: pytest.MonkeyPatch
+    case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is started: the first question is the last."""
     asked = list[str]()
 
     def run(argv: Sequence[str], stdout: IO[bytes], stderr: IO[bytes], **_: object) -> SimpleNamespace:
         asked.append(argv[-2])
-        stdout.write(done.out)
-        stderr.write(done.err.encode())
-        return SimpleNamespace(returncode=done.code)
+        stdout.write(case["out"].encode())
+        stderr.write(case["err"].encode())
+        return SimpleNamespace(returncode=case["code"])
 
     monkeypatch.setattr("subprocess.run", run)
     (problem,) = OverSsh().check(deployment(target="ssh", ssh={"hosts": ["node1"], "python": "py"}))
-    assert f"{problem.path}: {problem.message}".startswith(f"ssh.{said}") and hint in str(problem.hint)
+    assert f"{problem.path}: {problem.message}".startswith(case["problem"]) and case["hint"] in str(problem.hint)
     assert asked == ["node1"]
 
 

@@ -68,6 +68,8 @@ def test_hosts_with_a_bare_python_get_all_they_need(place: Place, hosts: Hosts) 
 
 
 def test_status_logs_scale_and_down(place: Place, hosts: Hosts) -> None:
+    refused = call("up", write(place, hosts, "two", hardware={"gpu_ids": [2]}))
+    assert refused.code == 2 and refused.err.count("has no usable GPU 2 (") == len(hosts.names)
     run = place.up(write(place, hosts, replicas=2, args={"tokens_per_s": 50}))
     facts = call("status", "one", "--json").json
     assert [row["state"] for row in facts["replicas"]] == ["ready", "ready"]

@@ -210,7 +210,7 @@ def _kind(hint: Any, path: str) -> str:
     if origin is dict:
         return "key: value lines"
     if origin in (list, tuple):
-        return f"list of {_kind(options[0], path)}"
+        return f"list of {_kind(options[0], path)}{'s' if options[0] is int else ''}"
     if options:
         words = [_kind(option, path) for option in options if option is not type(None)]
         return " or ".join(words)
@@ -230,7 +230,7 @@ def _default(field: msgspec.structs.FieldInfo, path: str) -> str:
 
 
 def _least(path: str) -> str:
-    return next((str(bound) for bound, paths in reading._AT_LEAST.items() if re.fullmatch(paths, path)), "")
+    return next((str(least) for (least, _), names in reading.BOUNDS.items() if re.fullmatch(names, path)), "")
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

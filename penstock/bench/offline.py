@@ -15,12 +15,12 @@ import msgspec
 import penstock
 from penstock import engines, processes
 from penstock.bench.datasets import files, synthetic
-from penstock.deployment import prepare
+from penstock.deployment import planning, prepare
 from penstock.engines import Place, telling_lines
 from penstock.engines.vllm import offline
 from penstock.engines.vllm.offline import Latency, Throughput, Verb
-from penstock.errors import EngineError, PlanError, UserError
-from penstock.hardware import detect
+from penstock.errors import EngineError, PlanError, SpecError, UserError
+from penstock.hardware import detect, visible
 from penstock.planner import Plan
 from penstock.spec.deployment import Deployment, Parallel
 from penstock.text import show_seconds
@@ -112,9 +112,10 @@ def _plan(deployment: Deployment, tensor: int, task: Task) -> Plan:
     # The layout of the file stays where only one size is measured.
     layout = deployment.parallel if tensor == 1 and isinstance(deployment.parallel, Parallel) else Parallel()
     layout = msgspec.structs.replace(layout, tensor=tensor)
-    plan = prepare.make_plan(
-        msgspec.structs.replace(deployment, workload=workload, parallel=layout), detect.this_machine(), 1
-    )
+    ids, machine = deployment.hardware.gpu_ids, detect.this_machine(deployment.hardware.gpu_ids)
+    if problems := planning.absent_gpus(deployment.hardware, machine.host, machine.gpus):
+        raise SpecError(f'deployment "{deployment.name}"', problems)
+    plan = prepare.make_plan(msgspec.structs.replace(deployment, workload=workload, parallel=layout), machine, 1)
     if plan.engine != "vllm":
         raise UserError(
             f"cannot time engine {plan.engine} without its server",
@@ -132,7 +133,7 @@ def _plan(deployment: Deployment, tensor: int, task: Task) -> Plan:
             detail=f"`vllm bench latency` draws token ids up to {_LATENCY_TOKEN_IDS}.",
             hint="penstock bench throughput takes any model.",
         )
-    return plan
+    return msgspec.structs.replace(plan, env=plan.env | visible(ids or ()))
 
 
 def carry_out(plan: Plan, task: Task) -> Throughput | Latency:
@@ -173,8 +174,7 @@ def _wait(argv: Sequence[str], env: dict[str, str], log: Path) -> int:
 
 def _environment(extra: dict[str, str], folder: str) -> dict[str, str]:
     env = {**os.environ, **processes.marks(folder, "bench", "engine"), "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1"}
-    package = str(Path(penstock.__file__).parent.parent)
-    paths = [extra.get("PYTHONPATH"), package, os.environ.get("PYTHONPATH")]
+    paths = [extra.get("PYTHONPATH"), str(Path(penstock.__file__).parent.parent), os.environ.get("PYTHONPATH")]
     return env | extra | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
@@ -187,14 +187,13 @@ HEADS: dict[Verb, str] = {
 def line(row: Row) -> str:
     """A row as such tables are published: tokens/s counts prompts and answers, latency is the mean of all rounds."""
     numbers = f" {row.refusal}"
-    if isinstance(row.measured, Throughput):
-        measured = row.measured
+    if isinstance(measured := row.measured, Throughput):
         output = measured.output_tokens / measured.elapsed_time
         numbers = f"{measured.requests_per_second:12.2f}{measured.tokens_per_second:12.2f}{output:17.2f}"
         numbers += f"{show_seconds(measured.elapsed_time):>10}"
-    elif row.measured is not None:
-        percentiles = "".join(f"{row.measured.percentiles[share]:8.3f} s" for share in ("50", "90", "99"))
-        numbers = f"{row.measured.avg_latency:10.3f} s{percentiles}{len(row.measured.latencies):8}"
+    elif measured is not None:
+        percentiles = "".join(f"{measured.percentiles[share]:8.3f} s" for share in ("50", "90", "99"))
+        numbers = f"{measured.avg_latency:10.3f} s{percentiles}{len(measured.latencies):8}"
     return f"TP {row.tensor:<3}{numbers}"
 
 

@@ -15,7 +15,7 @@ import msgspec
 from penstock.deployment import measured
 from penstock.engines.vllm import images, names
 from penstock.engines.vllm.engine import pass_through
-from penstock.errors import NotModelled, UserError
+from penstock.errors import NotModelled, Problem, SpecError, UserError
 from penstock.hardware import Gpu, Links, Machine, catalog, detect
 from penstock.hardware.catalog import GpuFacts, LinkFacts
 from penstock.models import Facts, facts
@@ -28,7 +28,7 @@ from penstock.planner.solve import sizing_of, speed_of
 from penstock.planner.speed.estimate import Speed
 from penstock.planner.throughput import throughput
 from penstock.spec import reading
-from penstock.spec.deployment import Deployment, Parallel, Scalar, Workload
+from penstock.spec.deployment import Deployment, Hardware, Parallel, Scalar, Workload
 from penstock.spec.secret_values import secret_names
 from penstock.text import bare_flag
 
@@ -121,17 +121,17 @@ def request_for(source: str | Deployment, asked: Mapping[str, Any]) -> tuple[Siz
     """The request for a model or a deployment, `asked` over it; and the card when it is this machine's.
     Without a GPU in either, this machine's are meant, shared by replicas. Reads files and the hub. Raises UserError."""
     if isinstance(source, str):
-        model, gpu, n_gpus = source, None, asked.get("gpus_per_node")
+        model, hardware = source, Hardware(gpus_per_node=asked.get("gpus_per_node"))
     elif source.engine.kind not in ("auto", "vllm"):
         raise UserError(
             f'cannot plan deployment "{source.name}": its engine is {source.engine.kind}',
             hint="Planning is for vLLM on GPUs: set engine.kind: vllm.",
         )
     else:
-        model, gpu, n_gpus = source.model, source.hardware.gpu, source.hardware.gpus_per_node
-    of_model, card, gpu = facts.read(model), None, asked.get("gpu") or gpu
+        model, hardware = source.model, source.hardware
+    of_model, card, gpu, n_gpus = facts.read(model), None, asked.get("gpu") or hardware.gpu, hardware.n_gpus
     if gpu is None:
-        card, n_gpus, links, notes = _local_gpus(n_gpus)
+        card, n_gpus, links, notes = _local_gpus(hardware)
         gpu, of_model = card.id, msgspec.structs.replace(of_model, notes=(*of_model.notes, *notes))
         asked = {"links": links, **asked}
     n_gpus = n_gpus or 1
@@ -142,9 +142,19 @@ def request_for(source: str | Deployment, asked: Mapping[str, Any]) -> tuple[Siz
     return msgspec.structs.replace(request_of(source, of_model, gpu), **{"gpus_per_node": n_gpus, **asked}), card
 
 
-def _local_gpus(n_wanted: int | None) -> tuple[GpuFacts, int, Links | None, tuple[str, ...]]:
-    """(the card, GPUs, links, notes) of this machine's first `n_wanted` GPUs, or all, which must be of one kind."""
-    gpus = detect.gpus()[:n_wanted]
+def absent_gpus(hardware: Hardware, host: str, gpus: Sequence[Gpu]) -> list[Problem]:
+    """The problem of a machine that lacks GPUs of `hardware.gpu_ids`."""
+    absent = {*(hardware.gpu_ids or ())} - {gpu.index for gpu in gpus} if hardware.gpus_per_node != 0 else ()
+    message = f"{host} has no usable GPU {', '.join(map(str, sorted(absent)))}"
+    hint = "see nvidia-smi there; its CUDA_VISIBLE_DEVICES may hide some"
+    return [Problem("hardware.gpu_ids", message, hint)] if absent else []
+
+
+def _local_gpus(hardware: Hardware) -> tuple[GpuFacts, int, Links | None, tuple[str, ...]]:
+    """(the card, GPUs, links, notes) of this machine's GPUs that the file allows, which must be of one kind."""
+    if problems := absent_gpus(hardware, "this machine", present := detect.gpus()):
+        raise SpecError("the file", problems)
+    gpus = [gpu for gpu in present if not hardware.gpu_ids or gpu.index in hardware.gpu_ids][: hardware.n_gpus]
     names = sorted({gpu.name for gpu in gpus})
     if len(names) != 1:
         raise UserError(
@@ -165,7 +175,7 @@ def request_of(deployment: Deployment, of_model: Facts, gpu: str) -> SizingReque
     return SizingRequest(
         facts=of_model,
         gpu=gpu,
-        gpus_per_node=hardware.gpus_per_node or 1,
+        gpus_per_node=hardware.n_gpus or 1,
         nodes=hardware.nodes,
         network=hardware.link,
         engine_version=images.named_version(deployment),

@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +35,20 @@ UNREAD = (
 )
 
 
-def unsupported(deployment: Deployment, target: Target) -> list[Problem]:
+def unsupported(deployment: Deployment, target: Target) -> Iterator[Problem]:
     """Fields that the file may hold but this version, or its target, does not act on."""
-    problems = []
     if deployment.gateway.on == "job" and "places-gateway" not in target.capabilities:
-        problems.append(Problem("gateway.on", f'"job", but target {target.name} places no gateway', "remove it"))
+        yield Problem("gateway.on", f'"job", but target {target.name} places no gateway', "remove it")
     if deployment.replicas.actuator != "penstock" and "actuators" not in target.capabilities:
         message = f'"{deployment.replicas.actuator}", but on target {target.name} penstock sets the number'
-        problems.append(Problem("replicas.actuator", message, "remove it"))
+        yield Problem("replicas.actuator", message, "remove it")
     if deployment.cache.weights != deployment.cache.folder and not target.fetches_models:
         message = f'"{deployment.cache.weights}", but target {target.name} takes a folder'
-        problems.append(Problem("cache.weights", message, "give the folder where models from a hub are kept"))
+        yield Problem("cache.weights", message, "give the folder where models from a hub are kept")
     if not planning.can_launch(deployment.hardware.gpu):
         message = f'"{deployment.hardware.gpu}": penstock starts engines on NVIDIA GPUs alone'
         hint = "penstock plan sizes it; start its engine yourself and name it in gateway.upstreams"
-        problems.append(Problem("hardware.gpu", message, hint))
-    return problems
+        yield Problem("hardware.gpu", message, hint)
 
 
 def refuse_sleepless(engine: Engine, plan: Plan) -> None:
@@ -74,20 +72,19 @@ def check_space(folder: Path) -> None:
         )
 
 
-def prometheus_problems(observe: Observe) -> list[Problem]:
+def prometheus_problems(observe: Observe) -> Iterator[Problem]:
     """What keeps Prometheus from starting next to a controller on this machine, where the file asks for the impossible.
 
     That it is not installed is none: the deployment serves without it.
     """
-    problems, binary, remote = [], observe.prometheus_binary, observe.remote_write
+    binary, remote = observe.prometheus_binary, observe.remote_write
     if binary is not None and shutil.which(binary) is None:
-        problems.append(Problem("observe.prometheus_binary", f'there is no program "{binary}"', prometheus.INSTALL))
+        yield Problem("observe.prometheus_binary", f'there is no program "{binary}"', prometheus.INSTALL)
     if remote is not None and remote.token_file is not None:
         try:
             read_token(Path(remote.token_file).expanduser(), "remote_write token")
         except UserError as error:
-            problems.append(Problem("observe.remote_write.token_file", error.message, error.hint))
-    return problems
+            yield Problem("observe.remote_write.token_file", error.message, error.hint)
 
 
 def prometheus_warning(observe: Observe) -> str | None:
@@ -130,9 +127,9 @@ def as_named(deployment: Deployment, machine: Machine, is_rehearsal: bool) -> Ma
     A rehearsal on a machine without GPUs gets those of the file, of the catalogue's size and free.
     """
     hardware = deployment.hardware
-    n_said, gpus = hardware.gpus_per_node, machine.gpus
+    n_said, gpus = hardware.n_gpus, machine.gpus
     if is_rehearsal and not gpus and hardware.gpu is not None:
-        gpus = gpus_of(hardware.gpu, 1 if n_said is None else n_said)
+        gpus = gpus_of(hardware.gpu, 1 if n_said is None else n_said, hardware.gpu_ids)
     if machine.unread and not gpus and n_said != 0 and deployment.engine.kind in ("auto", "vllm"):
         message = f"cannot use the GPUs of {machine.host}: it has some, and their memory is not known"
         raise UserError(message, detail="\n".join(machine.unread), hint=UNREAD)

@@ -157,9 +157,7 @@ def rehearse(deployment: Deployment) -> Prepared:
 def _announce_urls(target: Target, admin_port: int) -> tuple[str, ...]:
     if target.listen == "loopback":
         return (f"http://127.0.0.1:{admin_port}",)
-    addresses = [interface.address for interface in network.interfaces() if not interface.is_virtual]
-    beyond = [address for address in addresses if not address.startswith("127.")] or addresses
-    return tuple(f"http://{address}:{admin_port}" for address in beyond)
+    return tuple(f"http://{address}:{admin_port}" for address in network.own_addresses(()))
 
 
 def sharing(target: Target, deployment: Deployment, n_machines: int, n_replicas: int) -> int:
@@ -276,7 +274,10 @@ def _machines(
     target: Target, deployment: Deployment, existing: Run | None, is_rehearsal: bool = False
 ) -> list[Machine]:
     """The target's machines; what `existing` holds of them counts as free."""
-    machines = target.machines(deployment, is_rehearsal)
+    machines, hardware = target.machines(deployment, is_rehearsal), deployment.hardware
+    seen = [machine for machine in machines if machine.gpus or not (is_rehearsal and hardware.gpu)]
+    if absent := [problem for each in seen for problem in planning.absent_gpus(hardware, each.host, each.gpus)]:
+        raise SpecError(f'deployment "{deployment.name}"', absent)
     if existing is None or target.is_elastic or existing.deployment().target != target.name:
         return machines
     n_nodes = target.nodes_per_machine(deployment, existing.handle())
@@ -288,7 +289,8 @@ def _freed(machine: Machine, existing: Run, n_nodes: int) -> Machine:
     if plan.device == "cuda":
         held = {index for entry in existing.handle().replicas.values() for index in entry.get("gpus", ())}
         if not held:  # a target that does not keep which they are: engines leave the least memory free
-            fullest = sorted(machine.gpus, key=lambda gpu: gpu.memory_free_bytes)
+            ids = existing.deployment().hardware.gpu_ids or [gpu.index for gpu in machine.gpus]
+            fullest = sorted((gpu for gpu in machine.gpus if gpu.index in ids), key=lambda gpu: gpu.memory_free_bytes)
             held = {gpu.index for gpu in fullest[: n_nodes * plan.layout.n_ranks // plan.n_nodes]}
         freed = [
             msgspec.structs.replace(gpu, memory_free_bytes=gpu.memory_bytes) if gpu.index in held else gpu

@@ -3,6 +3,12 @@ from __future__ import annotations
 import msgspec
 
 
+def visible(indices: tuple[int, ...]) -> dict[str, str]:
+    """The environment in which CUDA has these GPUs alone, by their numbers in nvidia-smi; empty for none."""
+    names = ",".join(map(str, indices))
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": names} if names else {}
+
+
 class Gpu(msgspec.Struct, frozen=True):
     index: int
     name: str

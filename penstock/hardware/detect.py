@@ -42,9 +42,10 @@ def memory_bytes() -> tuple[int, int]:
     return total, free
 
 
-def this_machine() -> Machine:
+def this_machine(only: Collection[int] | None = None) -> Machine:
     total, free = memory_bytes()
     cards, unread = look()
+    cards = [gpu for gpu in cards if only is None or gpu.index in only]
     return Machine(
         host=socket.gethostname(),
         n_cpus=len(psutil.Process().cpu_affinity() or [1]),

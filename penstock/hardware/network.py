@@ -59,14 +59,11 @@ def check_port(host: str, port: int, field: str = "gateway.port") -> None:
             probe.listen(1)
     except (OSError, ValueError) as exc:  # a host that is no name at all is a ValueError
         message = f"cannot listen on {host}:{port}: {(getattr(exc, 'strerror', None) or str(exc)).lower()}"
+        detail = _holder(port)
+        hint = f"End that process, or choose another port: --set {field}=PORT (0 takes any free one)."
         if not isinstance(exc, OSError) or isinstance(exc, socket.gaierror) or exc.errno == errno.EADDRNOTAVAIL:
-            hint = "Set gateway.host to an address of this machine: 127.0.0.1, or 0.0.0.0 for all it has."
-            raise UserError(message, hint=hint) from exc
-        raise UserError(
-            message,
-            detail=_holder(port),
-            hint=f"End that process, or choose another port: --set {field}=PORT (0 takes any free one).",
-        ) from exc
+            detail, hint = None, "Set gateway.host to an address of this machine: 127.0.0.1, or 0.0.0.0 for all it has."
+        raise UserError(message, detail=detail, hint=hint) from exc
 
 
 def _holder(port: int) -> str | None:
@@ -84,9 +81,7 @@ def interfaces() -> list[Interface]:
     state = psutil.net_if_stats()
     rows = []
     for name, addresses in psutil.net_if_addrs().items():
-        if name not in state or not state[name].isup:
-            continue
-        for entry in addresses:
+        for entry in addresses if name in state and state[name].isup else ():
             if entry.family.name == "AF_INET":
                 row = _interface(name, entry.address, entry.netmask, state[name].speed)
                 rows.append(msgspec.structs.replace(row, mtu=state[name].mtu or None))
@@ -110,8 +105,7 @@ def own_addresses(seen_from: Sequence[str]) -> list[str]:
             probe.connect((address, 9))  # sends nothing: it only asks the routes
             addresses.append(str(probe.getsockname()[0]))
     addresses += [interface.address for interface in interfaces() if not interface.is_virtual]
-    beyond = [address for address in dict.fromkeys(addresses) if not address.startswith("127.")]
-    return beyond or ["127.0.0.1"]
+    return [address for address in dict.fromkeys(addresses) if not address.startswith("127.")] or ["127.0.0.1"]
 
 
 if __name__ == "__main__":

@@ -54,8 +54,7 @@ def links_of(topology: Matrix, peers: Matrix, gbs: float | None, indices: Collec
     if not gpus or any(pair not in topology for pair in pairs):
         return None
     joined = min(len(group) for group in _groups(gpus, topology))
-    ways = [topology[pair] for pair in pairs]
-    pcie = [way for way in ways if way in _PCIE_WORDS]
+    pcie = [topology[pair] for pair in pairs if topology[pair] in _PCIE_WORDS]
     can = {peers[pair] == "OK" for pair in pairs} if all(pair in peers for pair in pairs) else set[bool]()
     return Links(
         n_gpus=len(gpus),

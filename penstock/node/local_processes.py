@@ -14,6 +14,7 @@ import msgspec
 
 from penstock import engines, processes
 from penstock.engines import Among, Command, Diagnosis, Engine, Place
+from penstock.hardware import visible
 from penstock.hardware.detect import this_node
 from penstock.hardware.network import free_port
 from penstock.log_lines import last_words
@@ -94,7 +95,7 @@ class Prerequisites:
             self._claim = gpu_locks.claim(plan.ranks_each, plan.gpu_memory_utilization)
             args = msgspec.structs.replace(args, gpus=self._claim.indices)
         if plan.device == "cuda":
-            self._readings.use_gpus(os.environ | plan.env | _claimed(args), plan.ranks_each)
+            self._readings.use_gpus(os.environ | plan.env | visible(args.gpus), plan.ranks_each)
         self.cache.wait()
         return plan, args
 
@@ -114,10 +115,6 @@ class Prerequisites:
             gpus = tuple(gpu for gpu in facts.machine.gpus if gpu.index in args.gpus)
             facts = msgspec.structs.replace(facts, machine=msgspec.structs.replace(facts.machine, gpus=gpus))
         return Introduction(facts, admin.own_address())
-
-
-def _claimed(args: NodeArgs) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, args.gpus))} if args.gpus else {}
 
 
 class NodeProcesses:
@@ -231,7 +228,7 @@ class NodeProcesses:
         return private_folder(run_id, self._args.replica, at + part)
 
     def _place(self, part: str, host: str, port: int, key: str | None, formation: Formation | None) -> Place:
-        env, among = _claimed(self._args), None
+        env, among = visible(self._args.gpus), None
         if formation is not None:
             node = formation.nodes[self._args.rank]
             among = Among(node.rank, self._plan.n_nodes, formation.head.address, formation.master_port)

@@ -108,8 +108,7 @@ def gpus_for_each(deployment: Deployment, machine: Machine, n_replicas: int) -> 
 
 
 def _allowed_gpus(deployment: Deployment, machine: Machine) -> tuple[Gpu, ...]:
-    usable = usable_gpus(machine, deployment.engine.gpu_memory_utilization)
-    return usable[: deployment.hardware.gpus_per_node]
+    return usable_gpus(machine, deployment.engine.gpu_memory_utilization)[: deployment.hardware.gpus_per_node]
 
 
 def _plan(
@@ -238,8 +237,9 @@ def _does_not_fit(
     deployment: Deployment, machine: Machine, n_replicas: int, sizing: Sizing, settings: Settings
 ) -> PlanError:
     n_each, n_all = gpus_for_each(deployment, machine, n_replicas), len(machine.gpus)
+    named = "of hardware.gpu_ids " if deployment.hardware.gpu_ids else ""
     detail = (
-        f"{n_each if n_each == n_all else f'{n_each} of {n_all}'} x {settings.gpu_name} in {machine.host} "
+        f"{n_each if n_each == n_all else f'{n_each} of {n_all}'} x {settings.gpu_name} {named}in {machine.host} "
         f"for a replica, vLLM {settings.engine_version}, {settings.max_model_len} tokens a request, "
         f"{settings.gpu_memory_utilization:g} of the memory."
     )
@@ -277,11 +277,11 @@ def _refuse_too_few_gpus(deployment: Deployment, machine: Machine, layout: Paral
     if ranks_each * n_replicas <= len(_allowed_gpus(deployment, machine)):
         return
     usable = usable_gpus(machine, deployment.engine.gpu_memory_utilization)
-    share = f"{deployment.engine.gpu_memory_utilization:.0%}"
+    named = " of hardware.gpu_ids" if deployment.hardware.gpu_ids else ""
     free = ", ".join(f"GPU {g.index} {show_bytes(g.memory_free_bytes)}" for g in machine.gpus)
     raise PlanError(
-        f"cannot place {n_replicas} x {ranks_each} ranks on {machine.host}: it has {len(machine.gpus)} GPUs, "
-        f"{len(usable)} with {share} of the memory free",
+        f"cannot place {n_replicas} x {ranks_each} ranks on {machine.host}: it has {len(machine.gpus)} GPUs{named}, "
+        f"{len(usable)} with {deployment.engine.gpu_memory_utilization:.0%} of the memory free",
         detail=f"parallel: tensor {layout.tensor}, pipeline {layout.pipeline}, data {layout.data}; free: {free}.",
         hint="Set a smaller parallel or fewer replicas, end what holds the memory (nvidia-smi), or lower "
         "engine.gpu_memory_utilization.",

@@ -10,6 +10,9 @@ import msgspec
 # Targets whose gateway runs where others may reach it: on a login node, in a cluster's network, at a public address.
 SHARED = ("ssh", "slurm", "kubernetes", "cloudera", "vessl")
 
+# Who chooses the GPUs of a replica, where the file does not.
+GPUS_FROM = {"ray": "Ray", "slurm": "Slurm", "kubernetes": "Kubernetes", "cloudera": "Cloudera AI", "vessl": "VESSL"}
+
 # How an engine's variable gets a secret there, which the file does not hold.
 SECRETS_FROM = {
     "local": "export {name} before `penstock up`: engines inherit its environment",

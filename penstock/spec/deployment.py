@@ -22,7 +22,8 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Absent fields are asked of the target. `network` is what joins the nodes: a catalogue id (ib-ndr) for the planner,
     or the network (10.9.0.0/16) whose addresses they use among themselves. `price_per_gpu_hour`: US dollars, or
-    `price_file`: a YAML file of such prices by the catalogue's GPU names; with it measured costs are shown.
+    `price_file`: a YAML file of such prices by the catalogue's GPU names; with it measured costs are shown. `gpu_ids`:
+    which GPUs of each machine replicas may use, as nvidia-smi numbers them ([2, 3]); on targets local and ssh.
     """
 
     gpu: str | None = None
@@ -31,6 +32,11 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network: str | None = None
     price_per_gpu_hour: float | None = None
     price_file: str | None = None
+    gpu_ids: tuple[int, ...] | None = None
+
+    @property
+    def n_gpus(self) -> int | None:
+        return len(self.gpu_ids) if self.gpus_per_node is None and self.gpu_ids is not None else self.gpus_per_node
 
     @property
     def link(self) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.errors import Problem, SpecError, UserError, nearest
-from penstock.spec.blocks import SHARED
+from penstock.spec.blocks import GPUS_FROM, SHARED
 from penstock.spec.deployment import DEMO_MODEL, TARGETS, Deployment, default_name, is_legal_name
 from penstock.spec.gateway import is_loopback, setting_problems
 from penstock.spec.scaling import replicas_rules
@@ -95,7 +95,7 @@ def from_mapping(raw: object, source: str = "the settings", settings: Sequence[s
         merged["replicas"] = {"min": replicas, "max": max(1, replicas)}
     elif isinstance(replicas, Mapping) and isinstance(replicas.get("min"), int) and "max" not in replicas:
         merged["replicas"] = {**replicas, "max": max(1, replicas["min"])}
-    foreign = list(_foreign(merged, ""))
+    foreign = list(_foreign(merged))
     if unprintable := [problem for problem in foreign if problem.message == _NOT_UTF8]:
         raise SpecError(source, unprintable)  # what else is wrong could not be shown
     if isinstance(merged.get("engine"), Mapping):
@@ -126,26 +126,20 @@ _NOT_UTF8 = "is not UTF-8 text"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def _foreign(value: Any, path: str) -> Iterator[Problem]:
+def _foreign(merged: Mapping[str, Any]) -> Iterator[Problem]:
     """Values that YAML can make and a deployment cannot hold: it is kept as JSON, and sent as UTF-8."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            where = _join(path, key)
-            yield from [Problem(ascii(where), _NOT_UTF8)] if _SURROGATE.search(key) else _foreign(item, where)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _foreign(item, f"{path}[{index}]")
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield Problem(path, f"{value} is not a finite number")
-    elif isinstance(value, int) and abs(value) >= 2**63:  # more than JSON readers and msgspec hold
-        yield Problem(path, "has more than 64 bits", "in quotes it is text")
-    elif isinstance(value, str) and _SURROGATE.search(value):
-        yield Problem(path, _NOT_UTF8)
-    elif isinstance(value, datetime.date):
-        yield Problem(path, f"{value} is a date in YAML", f'in quotes it is text: "{value}"')
-    elif value is not None and not isinstance(value, str | int | float):
-        kind = {"bytes": "binary data", "set": "a set"}.get(type(value).__name__, type(value).__name__)
-        yield Problem(path, f"cannot be {kind}", "give text or a list")
+    for path, value in _leaves(merged, ""):
+        if _SURROGATE.search(path) or (isinstance(value, str) and _SURROGATE.search(value)):
+            yield Problem(ascii(path) if _SURROGATE.search(path) else path, _NOT_UTF8)
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield Problem(path, f"{value} is not a finite number")
+        elif isinstance(value, int) and abs(value) >= 2**63:  # more than JSON readers and msgspec hold
+            yield Problem(path, "has more than 64 bits", "in quotes it is text")
+        elif isinstance(value, datetime.date):
+            yield Problem(path, f"{value} is a date in YAML", f'in quotes it is text: "{value}"')
+        elif value is not None and not isinstance(value, str | int | float | list):
+            kind = {"bytes": "binary data", "set": "a set"}.get(type(value).__name__, type(value).__name__)
+            yield Problem(path, f"cannot be {kind}", "give text or a list")
 
 
 def _scalar_as_text(value: Any) -> Any:
@@ -187,7 +181,10 @@ def differences(before: Deployment, after: Deployment) -> list[str]:
 def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+            yield from _leaves(item, _join(path, key))
+    elif isinstance(value, list | tuple) and value:
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
     else:
         yield path, value
 
@@ -256,27 +253,23 @@ def _problems(value: Mapping[str, Any], struct: type[msgspec.Struct], path: str)
 
 
 def _field_problems(value: Any, hint: Any, path: str) -> Iterator[Problem]:
-    struct, origin, kinds = _struct_in(hint), typing.get_origin(hint), typing.get_args(hint)
-    kind = struct or kinds[0] if origin is tuple else None
-    if struct is not None and origin is not tuple and isinstance(value, Mapping):
-        yield from _problems(value, struct, path)
-    elif isinstance(value, list) and kind is not None and (struct or typing.get_origin(kind) is Literal):
+    kinds = (hint, *typing.get_args(hint))
+    struct = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, msgspec.Struct)), None)
+    items = next((typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is tuple), None)
+    if isinstance(value, list) and items is not None:
         for index, item in enumerate(value):
-            yield from _field_problems(item, kind, f"{path}[{index}]")
-    elif isinstance(value, Mapping) and origin is dict:
+            yield from _field_problems(item, items, f"{path}[{index}]")
+    elif struct is not None and items is None and isinstance(value, Mapping):
+        yield from _problems(value, struct, path)
+    elif isinstance(value, Mapping) and typing.get_origin(hint) is dict:
         for key, item in value.items():
-            yield from _field_problems(item, kinds[1], _join(path, key))
+            yield from _field_problems(item, kinds[2], _join(path, key))
     else:
         try:
             msgspec.convert(value, hint)
         except msgspec.ValidationError:
             also = "a whole number or " if path == "replicas" else ""
             yield Problem(path, f"expected {also}{_expected(hint)}, got {_kind(value)}", _how(value, hint))
-
-
-def _struct_in(hint: Any) -> type[msgspec.Struct] | None:
-    options = typing.get_args(hint) or (hint,)
-    return next((each for each in options if isinstance(each, type) and issubclass(each, msgspec.Struct)), None)
 
 
 _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "nothing"}
@@ -290,11 +283,9 @@ def _expected(hint: Any) -> str:
         return " or ".join(str(option) for option in options)
     if origin is typing.Union or isinstance(hint, types.UnionType):
         return " or ".join(dict.fromkeys(_expected(option) for option in options if option is not type(None)))
-    if origin in (dict, Mapping) or _struct_in(hint):
-        return "key: value lines"
     if origin in (list, tuple):
-        return f"a list of {_WORDS[options[0]]}" if options[0] in _WORDS else "a list"
-    return str(hint)
+        return {str: "a list of text", int: "a list of whole numbers"}.get(options[0], "a list")
+    return "key: value lines"
 
 
 # What YAML 1.1 reads as text, since its floats have a point and the exponent a sign.
@@ -304,6 +295,8 @@ _EXPONENT = re.compile(r"([-+]?[0-9]+)(\.[0-9]*)?[eE]([-+]?)([0-9]+)\Z")
 def _how(value: Any, hint: Any) -> str | None:
     if not isinstance(value, str):
         return None
+    if hint is int and value.startswith(("GPU-", "MIG-")):
+        return "the number of the whole GPU in nvidia-smi -L"
     kinds = (hint, *typing.get_args(hint))
     choices = [kind for kind in kinds if typing.get_origin(kind) is Literal]
     if close := nearest(value, [str(choice) for kind in choices for choice in typing.get_args(kind)]):
@@ -327,47 +320,51 @@ def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-_DEVICE_VARIABLES = re.compile(r"(CUDA|NVIDIA|ROCR|HIP)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK")
-_CHOOSE_GPUS = "remove it; on this machine `penstock up` uses those in CUDA_VISIBLE_DEVICES"
-_ENGINE_URL = re.compile(r"(http://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?|unix:/.+)\Z")
-# Texts by path, what is said of others, and an example.
+_DEVICES = re.compile(r"(\w+_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK|CUDA_DEVICE_ORDER(?!=PCI_BUS_ID\Z))=")
+_ENGINE_URL = r"http://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?|unix:/.+"
+# Texts by path without indices, what is said of others, and an example.
 _PATTERNS = {
+    "model": (r"(?s).*\S.*", "is no model", DEMO_MODEL),
     "engine.load": (r"[a-z0-9_]+", "is not a load format", "runai_streamer"),
     "engine.version": (r"\d+\.\d+\.\d+[\w.+]*", "is no version of an engine", '"0.33.0"'),
     # https://prometheus.io/docs/prometheus/latest/storage/#operational-aspects
     "observe.retention": (r"([0-9]{1,9}(ms|[smhdwy]))+", "is no time of Prometheus", "15d"),
     "observe.retention_size": (r"[0-9]{1,9}([KMGTPE]?B)", "is no size of Prometheus", "1GB"),
     "observe.remote_write.url": (r"https?://[^\s@/]+(/\S*)?", "is no URL without a login", "https://a.example/api"),
+    "gateway.upstreams.url": (_ENGINE_URL, "is not an engine's URL", "http://gpu7:8000"),
     "ui.root_path": (r"/?([A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*)?/?", "is no path", "/chat"),
 }
-# Lower bounds (inclusive) by path; checked after the types.
-_AT_LEAST = {
-    0: r"hardware\.(gpus_per_node|price_per_gpu_hour)|engine\.drain_s|replicas\.(min|idle_s)|workload\.(ttft|tpot)_ms"
-    r"|gateway\.(hold_s|drain_s|price\.(input|output|cached))|(gateway|observe|ui)\.port|slurm\.successor_s",
-    1: r"hardware\.nodes|parallel\.(tensor|pipeline|data)|workload\.(input_tokens|output_tokens|concurrency)"
-    r"|engine\.(max_model_len|start_timeout_s|join_timeout_s|stall_s|sleep\.after_s)|replicas\.max|gateway\.(ledger_days|keys_stale_s)|slurm\.cpus_per_node",
+_UNBOUNDED = (-math.inf, math.inf)
+# Least and most (inclusive) by path without indices; checked after the types.
+BOUNDS = {
+    (0, math.inf): r"hardware\.(gpus_per_node|gpu_ids|price_per_gpu_hour)|engine\.drain_s|replicas\.(min|idle_s)"
+    r"|workload\.(ttft|tpot)_ms|gateway\.(hold_s|drain_s|price\.(input|output|cached))|slurm\.successor_s",
+    (1, math.inf): r"hardware\.nodes|parallel\.(tensor|pipeline|data)|replicas\.(max|(up|down)\.policies\.value)"
+    r"|workload\.(input_tokens|output_tokens|concurrency)|gateway\.(ledger_days|keys_stale_s)|slurm\.cpus_per_node"
+    r"|engine\.(max_model_len|start_timeout_s|join_timeout_s|stall_s|sleep\.after_s)",
+    (0, 65535): r"(gateway|observe|ui)\.port",
+    (0, 3600): r"replicas\.(up|down)\.stabilization_window_seconds",  # HPA's, as the next
+    (1, 1800): r"replicas\.(up|down)\.policies\.period_seconds",
 }
 
 
 def _rules(deployment: Deployment) -> Iterator[Problem]:
+    hardware, engine, gateway = deployment.hardware, deployment.engine, deployment.gateway
     if not is_legal_name(deployment.name):
         hint = "lower-case letters, digits and dashes, at most 40, letter or digit at both ends"
         yield Problem("name", f'"{deployment.name}" is not a legal name', hint)
-    if not deployment.model.strip():
-        yield Problem("model", "is empty", f"example: model: {DEMO_MODEL}")
     for path, value in _leaves(msgspec.to_builtins(deployment), ""):
-        bound = next((bound for bound, paths in _AT_LEAST.items() if re.fullmatch(paths, path)), None)
-        if bound is not None and isinstance(value, int | float) and value < bound:
-            yield Problem(path, f"{value} is below {bound}")
-        elif path.endswith(".port") and isinstance(value, int) and value > 65535:
-            yield Problem(path, f"{value} is above 65535")
-        elif isinstance(value, str) and path in _PATTERNS and not re.fullmatch(_PATTERNS[path][0], value):
-            yield Problem(path, f'"{value}" {_PATTERNS[path][1]}', f"example: {_PATTERNS[path][2]}")
-    if not 0 < deployment.engine.gpu_memory_utilization <= 1:
-        yield Problem("engine.gpu_memory_utilization", f"{deployment.engine.gpu_memory_utilization} is not in (0, 1]")
-    if deployment.hardware.price_file is not None and deployment.hardware.price_per_gpu_hour is not None:
+        name = re.sub(r"\[\d+\]", "", path)
+        least, most = next((bounds for bounds, names in BOUNDS.items() if re.fullmatch(names, name)), _UNBOUNDED)
+        if isinstance(value, int | float) and not least <= value <= most:
+            yield Problem(path, f"{value} is below {least}" if value < least else f"{value} is above {most}")
+        elif isinstance(value, str) and name in _PATTERNS and not re.fullmatch(_PATTERNS[name][0], value):
+            yield Problem(path, f'"{value}" {_PATTERNS[name][1]}', f"example: {_PATTERNS[name][2]}")
+    if not 0 < engine.gpu_memory_utilization <= 1:
+        yield Problem("engine.gpu_memory_utilization", f"{engine.gpu_memory_utilization} is not in (0, 1]")
+    if hardware.price_file is not None and hardware.price_per_gpu_hour is not None:
         yield Problem("hardware.price_file", "is given next to hardware.price_per_gpu_hour", "keep one of them")
-    networks = [("hardware.network", deployment.hardware.subnet or "::")]
+    networks = [("hardware.network", hardware.subnet or "::")]
     if deployment.chat_page is not None:
         networks += [("ui.trusted_proxies", each) for each in deployment.chat_page.trusted_proxies]
     for path, text in networks:
@@ -376,36 +373,42 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
         except ValueError:
             yield Problem(path, f'"{text}" is not a network', "example: 10.9.0.0/16")
     yield from replicas_rules(deployment.replicas)
-    if deployment.engine.load != "auto" and any(bare_flag(key) == "load-format" for key in deployment.engine.args):
+    if engine.load != "auto" and any(bare_flag(key) == "load-format" for key in engine.args):
         yield Problem("engine.load", "is given next to engine.args.load-format", "keep one of them")
-    opened = [route for route in deployment.gateway.engine_routes if not route.startswith("/v1/")]
-    if deployment.engine.sleep is not None and opened:
+    opened = [route for route in gateway.engine_routes if not route.startswith("/v1/")]
+    if engine.sleep is not None and opened:
         hint = "remove it: with engine.sleep the engine has routes there that call any of its methods"
         yield Problem("gateway.engine_routes", f'opens "{opened[0]}" next to engine.sleep', hint)
-    for name in deployment.engine.env:
+    ids, n_gpus, chooser = hardware.gpu_ids, hardware.gpus_per_node or 0, GPUS_FROM.get(deployment.target)
+    for name, value in engine.variables.items():
         if not name or "=" in name or "\0" in name:
             yield Problem("engine.env", f'"{name}" is not a name of an environment variable')
-        elif _DEVICE_VARIABLES.fullmatch(name):
-            yield Problem(f"engine.env.{name}", "overrides the GPUs that each replica is given", _CHOOSE_GPUS)
-    if deployment.gateway.auth == "none" and not is_loopback(deployment.gateway.host):
-        hint = "set gateway.auth: keys, or host: 127.0.0.1"
-        yield Problem("gateway.auth", f'"none" on host {deployment.gateway.host}', hint)
-    if deployment.gateway.on == "job" and deployment.gateway.auth == "none":
+        elif _DEVICES.match(f"{name}={value}"):
+            like = value if re.fullmatch(r"\d+(, ?\d+)*", value) else "2, 3"
+            hint = f"remove it: {chooser} chooses them" if chooser else f"remove it, and set hardware.gpu_ids: [{like}]"
+            yield Problem(f"engine.env.{name}", "overrides the GPUs that each replica is given", hint)
+    if ids is not None and chooser is not None:
+        yield Problem("hardware.gpu_ids", f"given, but {chooser} chooses the GPUs of each replica", "remove it")
+    elif ids is not None and len({*ids}) < max(1, len(ids)):
+        yield Problem("hardware.gpu_ids", "names a GPU twice" if ids else "names no GPU", "example: [2, 3]")
+    elif ids is not None and n_gpus > len(ids):
+        yield Problem("hardware.gpus_per_node", f"{n_gpus}, but hardware.gpu_ids names {len(ids)}", "remove it")
+    if gateway.auth == "none" and not is_loopback(gateway.host):
+        yield Problem("gateway.auth", f'"none" on host {gateway.host}', "set gateway.auth: keys, or host: 127.0.0.1")
+    if gateway.on == "job" and gateway.auth == "none":
         hint = "set gateway.auth: keys, or on: login"
         yield Problem("gateway.auth", '"none" with on: job, where others reach it', hint)
     for field in ("grafana", "prometheus_binary", "remote_write"):
         if getattr(deployment.observe, field) not in (None, False) and not deployment.observe.prometheus:
             yield Problem(f"observe.{field}", "given, but Prometheus is off", "set observe.prometheus: true")
     yield from _page_rules(deployment)
-    for problem in setting_problems(deployment.gateway, needs_key=deployment.gateway.auth == "keys"):
+    for problem in setting_problems(gateway, needs_key=gateway.auth == "keys"):
         yield Problem(f"gateway.{problem.path}", problem.message, problem.hint)
-    for index, upstream in enumerate(deployment.gateway.upstreams):
+    for index, upstream in enumerate(gateway.upstreams):
         path = f"gateway.upstreams[{index}]"
-        if not _ENGINE_URL.match(upstream.url):
-            yield Problem(f"{path}.url", f'"{upstream.url}" is not an engine\'s URL', "example: http://gpu7:8000")
         if upstream.model is not None:
             yield Problem(f"{path}.model", "a deployment serves one model, and upstreams serve it too", "remove it")
-        if upstream.key_env is not None and deployment.gateway.on == "job":
+        if upstream.key_env is not None and gateway.on == "job":
             yield Problem(f"{path}.key_env", "a job has no such variable", "use key_file")
     for kind in TARGETS:
         if kind != deployment.target and getattr(deployment, kind, None) is not None:

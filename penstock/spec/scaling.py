@@ -8,8 +8,7 @@ import zoneinfo
 from collections.abc import Iterator, Sequence
 
 from penstock.errors import Problem
-from penstock.spec.deployment import Replicas, ScalingRules, ScheduledMin
-from penstock.spec.gateway import out_of_bounds
+from penstock.spec.deployment import Replicas, ScheduledMin
 
 _HOURS = re.compile(r"([01]?\d|2[0-4]):([0-5]\d)-([01]?\d|2[0-4]):([0-5]\d)\Z")
 _DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
@@ -27,9 +26,6 @@ def replicas_rules(replicas: Replicas) -> Iterator[Problem]:
         yield Problem("replicas.target", f"{replicas.target:g} is not a share of the cache", "example: 0.8")
     if replicas.target is None and replicas.metric == "rate":
         yield Problem("replicas.target", "is missing", "how many requests a second one replica is for")
-    for name, rules in (("up", replicas.up), ("down", replicas.down)):
-        if rules is not None:
-            yield from _change_rules(f"replicas.{name}", rules)
     for index, floor in enumerate(replicas.schedule):
         yield from _schedule_rules(f"replicas.schedule[{index}]", floor, replicas.max)
     path = "replicas.actuator"
@@ -37,14 +33,6 @@ def replicas_rules(replicas: Replicas) -> Iterator[Problem]:
         yield Problem(path, f"given, but the number is always {replicas.min}", "set replicas.max above replicas.min")
     elif replicas.actuator == "hpa" and replicas.min == 0:  # without an alpha feature gate of the cluster
         yield Problem(path, "a HorizontalPodAutoscaler does not go to 0", "set replicas.min: 1, or actuator: keda")
-
-
-def _change_rules(path: str, rules: ScalingRules) -> Iterator[Problem]:  # HPA's bounds
-    yield from out_of_bounds(f"{path}.stabilization_window_seconds", rules.stabilization_window_seconds, 0, 3600)
-    for index, policy in enumerate(rules.policies):
-        if policy.value < 1:
-            yield Problem(f"{path}.policies[{index}].value", f"{policy.value} is below 1")
-        yield from out_of_bounds(f"{path}.policies[{index}].period_seconds", policy.period_seconds, 1, 1800)
 
 
 def _schedule_rules(path: str, floor: ScheduledMin, most: int) -> Iterator[Problem]:

@@ -14,14 +14,14 @@ from penstock.text import MIB
 _CPUS = 64
 
 
-def gpus_of(card: str | None, n_gpus: int) -> tuple[Gpu, ...]:
+def gpus_of(card: str | None, n_gpus: int, ids: Sequence[int] | None = None) -> tuple[Gpu, ...]:
     """So many free GPUs of the catalogue's card, as its driver reports them; without a name their memory is 0."""
     name, n_bytes = "GPU", 0
     if card is not None:
         known = catalog.gpu(card)
         name = known.names[0] if known.names else known.id
         n_bytes = (known.memory.nvidia_smi_mib or math.ceil(known.memory.torch_total_gib * 1024)) * MIB
-    return tuple(Gpu(index, name, n_bytes, n_bytes) for index in range(n_gpus))
+    return tuple(Gpu(index, name, n_bytes, n_bytes) for index in (ids or range(n_gpus))[:n_gpus])
 
 
 def machines_of_file(
@@ -37,12 +37,12 @@ def machines_of_file(
 
     Raises SpecError for GPUs without a name, since nothing tells how much memory they have.
     """
-    card, n_said = deployment.hardware.gpu, deployment.hardware.gpus_per_node if n_gpus is None else n_gpus
+    card, n_said = deployment.hardware.gpu, deployment.hardware.n_gpus if n_gpus is None else n_gpus
     if card is None and n_said and deployment.engine.kind in ("auto", "vllm"):
         hint = "example: gpu: h100-sxm; `penstock plan --list` shows the names"
         message = f"is missing, and nothing else tells the memory of the GPUs: {reason}"
         raise SpecError(f'deployment "{deployment.name}"', [Problem("hardware.gpu", message, hint)])
-    gpus = gpus_of(card, n_said if n_said is not None else 0 if card is None else 1)
+    gpus = gpus_of(card, n_said if n_said is not None else 0 if card is None else 1, deployment.hardware.gpu_ids)
     versions = versions_of(deployment)
     return [
         Machine(name, n_cpus or _CPUS, memory_bytes, memory_bytes, gpus, versions=versions, assumed=reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import msgspec
 
 from penstock import processes
 from penstock.errors import PenstockError, Problem
-from penstock.hardware import Machine
+from penstock.hardware import Machine, visible
 from penstock.hardware.detect import this_machine
 from penstock.planner.launch import usable_gpus
 from penstock.run_folder import Artifact, Handle, Launch, Run, Unit, replica
@@ -32,13 +33,13 @@ class Local(Target):
         return [Problem("hardware.nodes", message, "Set hardware.nodes: 1, or another target.")] if nodes > 1 else []
 
     def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
-        return [this_machine()]
+        return [this_machine(deployment.hardware.gpu_ids)]
 
     def survey(self, deployment: Deployment, argv: Sequence[str], timeout_s: float) -> list[Surveyed]:
         words = [sys.executable, *(word.replace("{rank}", "0") for word in argv)]
-        host = socket.gethostname()
+        host, env = socket.gethostname(), os.environ | visible(deployment.hardware.gpu_ids or ())
         try:
-            done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=timeout_s)
+            done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=timeout_s, env=env)
         except subprocess.TimeoutExpired:
             return [Surveyed(host, None, err=f"no answer within {timeout_s:.0f} s")]
         return [Surveyed(host, done.returncode, done.stdout, done.stderr)]
@@ -108,15 +109,16 @@ def _started_before(run: Run, name: str) -> dict[str, dict[str, Any]]:
 
 def _choose_gpus(run: Run, entries: dict[str, dict[str, Any]]) -> list[int]:
     """The GPUs for one more replica: free ones that no replica of the run has. None on a machine without GPUs."""
-    plan = run.plan()
+    plan, ids = run.plan(), run.deployment().hardware.gpu_ids
     if plan.device != "cuda":
         return []
     taken = {index for entry in entries.values() for index in entry.get("gpus", ())}
-    usable = usable_gpus(this_machine(), plan.gpu_memory_utilization)
+    usable = usable_gpus(this_machine(ids), plan.gpu_memory_utilization)
     free = [gpu.index for gpu in usable if gpu.index not in taken]
     if len(free) < plan.layout.n_ranks:
         raise PenstockError(
             f'could not place a replica of "{run.name}": it needs {plan.layout.n_ranks} GPUs, {len(free)} are free',
+            detail=None if ids is None else f"The file allows GPUs {', '.join(map(str, ids))} (hardware.gpu_ids).",
             hint="nvidia-smi shows what holds the others.",
             is_retryable=True,
         )
@@ -128,6 +130,4 @@ def _start(run: Run, replica: str, gpus: Sequence[int]) -> Process:
     # The replica first: a run's own path may have "{replica}" in it.
     argv = [word.replace("{replica}", replica).replace("{run}", str(run.path)) for word in artifact.argv]
     marks = processes.marks(str(run.path), run.record().id, "node") | {processes.MARK_REPLICA: replica}
-    if gpus:
-        marks["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    return processes.start_detached(argv, marks, run.log(f"replica-{replica}"))
+    return processes.start_detached(argv, marks | visible(tuple(gpus)), run.log(f"replica-{replica}"))

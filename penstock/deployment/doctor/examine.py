@@ -140,7 +140,7 @@ def _here(target: Target, deployment: Deployment) -> list[Finding]:
     """What `up` needs of this machine, and which fields of the file this version or its target refuses."""
     findings = [_PYTHON, _disk(), *([] if "gateway" in target.placed(deployment) else [_port(deployment)])]
     findings += map(_engine, _ENGINES) if target.is_this_machine else ()
-    problems = preflight.unsupported(deployment, target)
+    problems = [*preflight.unsupported(deployment, target)]
     try:
         problems += target.check(deployment)
         if deployment.engine.kind != "auto":

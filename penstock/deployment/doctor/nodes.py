@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from penstock.deployment.planning import absent_gpus
 from penstock.deployment.preflight import MIN_FREE_BYTES, UNREAD
 from penstock.errors import Finding, State
 from penstock.hardware import Gpu
@@ -139,27 +140,24 @@ def _shown(number: int | None) -> str:
 
 
 def of_run_folders(space: Space) -> Finding:
-    if not space.is_writable:
-        return Finding("disk", "bad", _unwritable(space), "Set PENSTOCK_HOME to a folder you may write.")
-    finding = _of_space(space, "Free space, or set PENSTOCK_HOME to a larger disk.")
-    return dataclasses.replace(finding, state="bad") if space.free_bytes < MIN_FREE_BYTES else finding
+    room = "Free space, or set PENSTOCK_HOME to a larger disk."
+    finding = _of_space(space, room, "Set PENSTOCK_HOME to a folder you may write.")
+    is_usable = space.is_writable and space.free_bytes >= MIN_FREE_BYTES
+    return finding if is_usable else dataclasses.replace(finding, state="bad")
 
 
 def _spaces(node: SurveyedNode) -> Iterator[Finding]:
+    room = "Free space there: the engine writes compiled kernels to it."
     for space in node.check.spaces:
-        if not space.is_writable:
-            yield Finding("disk", "warning", _unwritable(space), "Give the user write access to that folder.")
-        else:
-            yield _of_space(space, "Free space there: the engine writes compiled kernels to it.")
+        yield _of_space(space, room, "Give the user write access to that folder.")
 
 
-def _unwritable(space: Space) -> str:
-    return f"{space.name}: cannot write {space.path}"
-
-
-def _of_space(space: Space, cure: str) -> Finding:
+def _of_space(space: Space, room: str, access: str) -> Finding:
+    """`room`, `access`: what to do where it lacks that."""
+    if not space.is_writable:
+        return Finding("disk", "warning", f"{space.name}: cannot write {space.path}", access)
     state: State = "ok" if space.free_bytes >= _MIN_SPACE_BYTES else "warning"
-    return Finding("disk", state, f"{space.name}: {show_bytes(space.free_bytes)} free at {space.path}", cure)
+    return Finding("disk", state, f"{space.name}: {show_bytes(space.free_bytes)} free at {space.path}", room)
 
 
 def busy_gpus(node: SurveyedNode, deployment: Deployment) -> list[Gpu]:
@@ -173,9 +171,11 @@ def _gpus(node: SurveyedNode, deployment: Deployment) -> Iterator[Finding]:
     gpus, unread = node.check.facts.machine.gpus, node.check.facts.machine.unread
     is_on_cpu = deployment.hardware.gpus_per_node == 0 or deployment.engine.kind not in ("auto", "vllm")
     state: State = "warning" if gpus or is_on_cpu else "bad"
-    yield from (Finding("gpu", state, text, UNREAD) for text in unread)
+    absent = absent_gpus(deployment.hardware, node.name, gpus)
+    yield from (Finding("gpu", "bad", f"{each.path}: {each.message}", each.hint) for each in absent)
+    yield from (Finding("gpu", state, text, UNREAD) for text in unread if not absent)
     if not gpus:
-        yield from () if unread else (Finding("gpu", "ok", "none found"),)
+        yield from () if unread or absent else (Finding("gpu", "ok", "none found"),)
         return
     free = ", ".join(f"GPU {gpu.index} {show_bytes(gpu.memory_free_bytes)}" for gpu in gpus)
     utilization = deployment.engine.gpu_memory_utilization

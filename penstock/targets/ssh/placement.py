@@ -12,6 +12,7 @@ import msgspec
 
 from penstock import paths, processes, run_folder
 from penstock.errors import PenstockError
+from penstock.hardware import visible
 from penstock.hardware.network import free_lasting_ports
 from penstock.run_folder import Run
 from penstock.spec.blocks import Ssh as Block
@@ -107,12 +108,8 @@ class RunHosts:
                 reasons.append(look.error or f"{name} does not answer")
             elif not node.lives(looks):
                 n_gone += 1
-                is_same_boot = look.boot == node.boot
-                reasons.append(
-                    f"its node process {node.process.pid} on {name} is gone"
-                    if is_same_boot
-                    else f"{name} was restarted"
-                )
+                gone = f"its node process {node.process.pid} on {name} is gone"
+                reasons.append(gone if look.boot == node.boot else f"{name} was restarted")
         if reasons:
             return Placement("gone" if n_gone == len(nodes) else "broken", "; ".join(reasons))
         for rank, node in enumerate(nodes):
@@ -162,7 +159,7 @@ class RunHosts:
         local: int | None,
         before: Sequence[Node] | None,
     ) -> Node:
-        there, artifact = prepared[rank], self.run.artifact()
+        there, artifact, ids = prepared[rank], self.run.artifact(), self.run.deployment().hardware.gpu_ids
         folder = self._folder(there)
         words = {
             "{python}": there.python,
@@ -182,7 +179,7 @@ class RunHosts:
             files={f"artifact/{name}": _filled(text, words) for name, text in artifact.files.items()}
             | {"run.json": (self.run.path / "run.json").read_text("utf-8")}
             | {"secrets/admin-token": self.run.admin_token()},
-            environment={name: os.environ[name] for name in _PASSED_ON if os.environ.get(name)},
+            environment={name: os.environ[name] for name in _PASSED_ON if os.environ.get(name)} | visible(ids or ()),
             ports=(before[rank].port, before[rank].announce) if before else None,
             local=local if rank == 0 else None,
         )

@@ -18,7 +18,7 @@ import msgspec
 
 from penstock import paths, run_folder
 from penstock.errors import PenstockError, Problem
-from penstock.hardware import Machine
+from penstock.hardware import Machine, visible
 from penstock.hardware.detect import machine_in
 from penstock.run_folder import Artifact, Handle, Launch, Left, Run, Unit, replica
 from penstock.spec.blocks import Ssh as Block
@@ -83,24 +83,25 @@ class OverSsh(Target):
             return machines_of_file(deployment, exc.message, list(map(short_name, _block(deployment).hosts)))
 
     def _machines(self, deployment: Deployment) -> list[Machine]:
-        machines = []
-        for answer in self.survey(deployment, ["-m", "penstock.hardware.detect"], timeout_s=60.0):
+        answers = self.survey(deployment, ["-m", "penstock.hardware.detect"], timeout_s=60.0)
+        for answer in answers:
             if answer.exit_code != 0:
                 raise PenstockError(
                     f"could not survey {answer.host}: {(answer.err.strip().splitlines() or ['no answer'])[-1]}",
                     hint="Does `ssh HOST` work by hand?",
                     is_retryable=True,
                 )
-            machines.append(machine_in(answer.out))
-        return machines
+        return [machine_in(answer.out) for answer in answers]
 
     def survey(self, deployment: Deployment, argv: Sequence[str], timeout_s: float) -> list[Surveyed]:
         block = _block(deployment)
         ssh, prepared = self._program(block), self._bring(block, block.hosts)
+        variables = visible(deployment.hardware.gpu_ids or ())
+        limits = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
 
         def ask(host: str) -> Surveyed:
             rank = str(block.hosts.index(host))
-            words = [prepared[host].python, *(word.replace("{rank}", rank) for word in argv)]
+            words = [*limits, prepared[host].python, *(word.replace("{rank}", rank) for word in argv)]
             done = ssh.run(host, words, timeout_s=timeout_s)
             return Surveyed(short_name(host), done.code, done.text, done.err)
 
