@@ -23,7 +23,7 @@ from penstock.gateway.connections.engine import Pool, UpstreamConnection
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.forwarding import Forwarding
 from penstock.gateway.live.news import dated
-from penstock.gateway.metrics import Counters
+from penstock.gateway.metrics.counters import Counters
 from penstock.gateway.request import Request, RequestFacts
 from penstock.gateway.responses import Answer
 from penstock.gateway.routing.queue import WaitingQueue

@@ -15,7 +15,7 @@ from penstock.deployment import preflight
 from penstock.errors import SpecError, UserError
 from penstock.gateway.accounting.key_store import Limits
 from penstock.gateway.accounting.usage_store import GpuUse
-from penstock.gateway.cost import (
+from penstock.gateway.metrics.cost import (
     SLOT_S,
     SLOTS_MAX,
     GpuSeconds,
@@ -26,7 +26,7 @@ from penstock.gateway.cost import (
     gpu_shares,
     key_uses,
 )
-from penstock.gateway.metrics import Family, Labels
+from penstock.gateway.metrics.counters import Family, Labels
 from penstock.gateway.routing.replicas import Replica
 from penstock.hardware import Gpu, Machine
 from penstock.spec import reading

@@ -11,8 +11,7 @@ from gateway_rig import CHAT, TOKEN, Client, Engine, Rig, Seen, chunk, echo, han
 from prometheus_client.parser import text_string_to_metric_families
 from virtual_loop import advance
 
-from penstock.gateway import engine_metrics
-from penstock.gateway.metrics import CONTENT_TYPE
+from penstock.gateway.metrics import counters, engine_metrics
 from penstock.spec.gateway import Upstream
 from penstock.wire.announcement import engine_key
 
@@ -28,7 +27,7 @@ def page(text: bytes) -> bytes:
 async def series(client: Client, headers: str = "") -> dict[str, dict[str, float]]:
     """Values by name, then by replica; the sum over other labels."""
     head, body, is_whole = await client.get("/metrics/engines", headers).response()
-    assert (head.status, is_whole, head.get(b"content-type")) == (200, True, CONTENT_TYPE)
+    assert (head.status, is_whole, head.get(b"content-type")) == (200, True, counters.CONTENT_TYPE)
     sums: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(body.decode()):
         for sample in family.samples:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.gateway.engine_pages import MAX_LINE_BYTES, EnginePages
+from penstock.gateway.metrics.engine_pages import MAX_LINE_BYTES, EnginePages
 
 GOLDEN = Path(__file__).parent / "golden"
 HOSTILE = 'a "quoted" {engine="0"} \\ back\nline'

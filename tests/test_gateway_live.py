@@ -13,11 +13,11 @@ from samples import told, view
 from virtual_loop import advance, loop
 
 from penstock.gateway.config import GatewayConfig, ServedModel, Slo
-from penstock.gateway.cost import SpendingMeter
 from penstock.gateway.live import stream
 from penstock.gateway.live.history import LiveHistory, quantile
 from penstock.gateway.live.news import DatedNews, NewsBoard
 from penstock.gateway.live.snapshot import MAX_REPLICAS, Moment, look, make_snapshot, rates
+from penstock.gateway.metrics.cost import SpendingMeter
 from penstock.gateway.workers.reports import WorkerReport
 from penstock.wire.announcement import EngineLoad, GatewayView, GpuReading, MachineReading
 from penstock.wire.live import DeploymentNews, Event, History, Rates, Snapshot

@@ -6,7 +6,7 @@ import pytest
 from gateway_rig import CHAT, EVENTS, SSE_HEAD, STREAM, Gate, Rig, chunk, echo, rig_with, say
 
 from penstock.gateway.config import Slo
-from penstock.gateway.metrics import GAP_S, LATENCY_S, Counters, add_distributions, distributions, with_bound
+from penstock.gateway.metrics.counters import GAP_S, LATENCY_S, Counters, add_distributions, distributions, with_bound
 from penstock.wire import prometheus
 from penstock.wire.http1 import END
 

@@ -23,7 +23,7 @@ from penstock.gateway.accounting.token_usage import (
 )
 from penstock.gateway.body_fields import Usage
 from penstock.gateway.connections.engine import UpstreamConnection
-from penstock.gateway.metrics import GAP_S, Histogram
+from penstock.gateway.metrics.counters import GAP_S, Histogram
 
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}'
 TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":" a \\"usage\\": {\\n\\n"}}]}'

@@ -27,7 +27,7 @@ from penstock.gateway.config import GatewayConfig, ServedModel
 from penstock.gateway.connections.engine import Pool
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.live.news import NewsBoard
-from penstock.gateway.metrics import Counters
+from penstock.gateway.metrics.counters import Counters
 from penstock.gateway.routing.queue import WaitingQueue
 from penstock.gateway.routing.replicas import ReplicaTable
 from penstock.gateway.workers.messages import AdminCall, Frames, Message, Report, Reports, frame

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.gateway import machine_metrics
-from penstock.gateway.metrics import OUTCOMES, Counters, families, write_metrics
+from penstock.gateway.metrics import machine_metrics
+from penstock.gateway.metrics.counters import OUTCOMES, Counters, families, write_metrics
 from penstock.gateway.workers import reports
 from penstock.gateway.workers.reports import WorkerReport
 from penstock.wire.announcement import Announcement, GatewayView, GpuReading, MachineReading, ReplicaView

@@ -67,7 +67,7 @@ PURE = (
     *("wire/metric_names.py", "observe/promql.py", "observe/panels.py", "observe/boards/operations.py"),
     *("observe/google.py", "observe/export.py"),
     *("gateway/routing/policies.py", "gateway/routing/health.py", "gateway/routing/replicas.py"),
-    *("gateway/request.py", "gateway/streams.py", "gateway/metrics.py", "deployment/controller/decide.py"),
+    *("gateway/request.py", "gateway/streams.py", "gateway/metrics/counters.py", "deployment/controller/decide.py"),
     *("deployment/autoscale.py", "testing/scaling/simulator.py", "testing/scaling/baselines.py"),
     *("testing/scaling/scores.py", "testing/scaling/comparison.py", "testing/scaling/pictures.py"),
     *("bench/results/parse.py", "bench/results/engine_metrics.py", "bench/results/stats.py"),

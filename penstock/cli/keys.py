@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.gateway.accounting.key_store import ApiKey
     from penstock.gateway.accounting.store import Database
     from penstock.gateway.accounting.usage_store import GpuUse, Grouping, Usage, UsageStore
-    from penstock.gateway.cost import GpuShare
+    from penstock.gateway.metrics.cost import GpuShare
     from penstock.run_folder import Run
     from penstock.spec.gateway import Price
 
@@ -321,7 +321,7 @@ def _run_usage(options: argparse.Namespace) -> int:
 def _gpu_shares(
     store: UsageStore, by: tuple[Grouping, ...], since: float, gpu_time: dict[str, GpuUse]
 ) -> dict[tuple[str, ...], GpuShare]:
-    from penstock.gateway.cost import gpu_shares
+    from penstock.gateway.metrics.cost import gpu_shares
 
     if not gpu_time:
         return {}

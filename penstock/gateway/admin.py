@@ -19,9 +19,9 @@ from penstock.gateway.board import RankBoard
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.context import HEARD, WAKE, GatewayContext
 from penstock.gateway.live.news import DatedNews, dated
-from penstock.gateway.monitoring import METHODS as MONITORING_METHODS
-from penstock.gateway.monitoring import PATHS as MONITORING_PATHS
-from penstock.gateway.monitoring import Monitoring
+from penstock.gateway.metrics.monitoring import METHODS as MONITORING_METHODS
+from penstock.gateway.metrics.monitoring import PATHS as MONITORING_PATHS
+from penstock.gateway.metrics.monitoring import Monitoring
 from penstock.gateway.request import Request
 from penstock.gateway.responses import Answer, error_answer, json_answer
 from penstock.gateway.workers.reports import Reporter, WorkerReport

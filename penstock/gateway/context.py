@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.connections.engine import Pool
-from penstock.gateway.metrics import Counters
+from penstock.gateway.metrics.counters import Counters
 from penstock.gateway.retries import Retries
 from penstock.gateway.routing.queue import WaitingQueue
 from penstock.gateway.routing.replicas import Replica, ReplicaTable, ResponseOwners

@@ -17,7 +17,7 @@ from penstock.gateway.config import Address, host_header
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.connections.engine import OWN_ERRORS, UpstreamConnection, UpstreamError
 from penstock.gateway.context import OWN_HEADERS, GatewayContext
-from penstock.gateway.metrics import Outcome, Series
+from penstock.gateway.metrics.counters import Outcome, Series
 from penstock.gateway.origins import origin_headers
 from penstock.gateway.request import Request, RequestFacts
 from penstock.gateway.responses import Answer, error_answer, http_date, own_headers

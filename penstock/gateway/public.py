@@ -15,8 +15,8 @@ from penstock.gateway.config import UNIX, GatewayConfig, ServedModel, parse_addr
 from penstock.gateway.connections.client import BodyOwner, ClientConnection
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.forwarding import Forwarding
-from penstock.gateway.monitoring import PATHS as MONITORING_PATHS
-from penstock.gateway.monitoring import Monitoring
+from penstock.gateway.metrics.monitoring import PATHS as MONITORING_PATHS
+from penstock.gateway.metrics.monitoring import Monitoring
 from penstock.gateway.origins import SITE_HEADERS, SiteRule, origin_headers, preflight_headers
 from penstock.gateway.request import BODY_ERRORS, Request, RequestFacts, UnreadableError, read_facts, rename_model
 from penstock.gateway.responses import Answer, error_answer, json_answer

@@ -12,7 +12,7 @@ import re
 from typing import Final
 
 from penstock.gateway.config import Address
-from penstock.gateway.metrics import Counters
+from penstock.gateway.metrics.counters import Counters
 from penstock.gateway.routing.replicas import Replica, ReplicaTable
 
 MAX_SENDS: Final = 2

@@ -33,12 +33,12 @@ from penstock.gateway.connections.listener import (
     open_tls,
 )
 from penstock.gateway.context import GatewayContext
-from penstock.gateway.engine_metrics import EngineMetrics
-from penstock.gateway.gpu_time import GpuTimeKeeper
 from penstock.gateway.live.news import NewsBoard
 from penstock.gateway.live.stream import LiveFeed
-from penstock.gateway.metrics import Counters
-from penstock.gateway.monitoring import Monitoring
+from penstock.gateway.metrics.counters import Counters
+from penstock.gateway.metrics.engine_metrics import EngineMetrics
+from penstock.gateway.metrics.gpu_time import GpuTimeKeeper
+from penstock.gateway.metrics.monitoring import Monitoring
 from penstock.gateway.public import Public
 from penstock.gateway.routing.queue import WaitingQueue
 from penstock.gateway.routing.replicas import ReplicaTable

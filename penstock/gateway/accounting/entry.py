@@ -25,7 +25,7 @@ from penstock.gateway.accounting.token_usage import MAX_TOKENS, BodyWatch, Strea
 from penstock.gateway.accounting.usage_store import Row, State
 from penstock.gateway.body_fields import Usage
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.metrics import MAX_SERIES, Family, Labels
+from penstock.gateway.metrics.counters import MAX_SERIES, Family, Labels
 from penstock.gateway.request import RequestFacts
 from penstock.gateway.responses import Answer, error_answer
 from penstock.spec.gateway import Price

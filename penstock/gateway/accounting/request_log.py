@@ -10,7 +10,7 @@ from penstock.gateway.accounting.exchange import Record
 from penstock.gateway.accounting.span_export import SpanExporter
 from penstock.gateway.accounting.spans import SpanWriter
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.metrics import Family
+from penstock.gateway.metrics.counters import Family
 from penstock.world import REAL, World
 
 # Between two pieces the event loop gets Python's lock, which it would otherwise wait 5 ms for. A busy loop gives it

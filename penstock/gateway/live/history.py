@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.gateway.config import Slo
-from penstock.gateway.cost import Spending, cost_between
-from penstock.gateway.metrics import Distribution, Family
+from penstock.gateway.metrics.cost import Spending, cost_between
+from penstock.gateway.metrics.counters import Distribution, Family
 from penstock.wire.announcement import EngineLoad, GatewayView
 from penstock.wire.live import HISTORY_S, PERIOD_S, Cost, History, Rates
 

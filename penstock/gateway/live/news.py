@@ -6,7 +6,7 @@ import msgspec
 
 from penstock import __version__
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.metrics import Family, Labels
+from penstock.gateway.metrics.counters import Family, Labels
 from penstock.text import show_seconds
 from penstock.wire.live import DeploymentNews
 

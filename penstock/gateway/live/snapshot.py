@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from penstock import __version__
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.cost import key_uses
 from penstock.gateway.live.history import QUANTILE_S, LiveHistory, Sample, Span, finite, take_sample
+from penstock.gateway.metrics.cost import key_uses
 from penstock.gateway.workers.reports import WorkerReport
 from penstock.wire.announcement import ACTIVE, GatewayView, ReplicaView
 from penstock.wire.live import PERIOD_S, Attainment, DeploymentNews, Rates, ReplicaLive, Snapshot

@@ -15,9 +15,9 @@ import msgspec
 
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.connections.client import ClientConnection
-from penstock.gateway.cost import SpendingMeter
 from penstock.gateway.live.history import LiveHistory
 from penstock.gateway.live.snapshot import Moment, look, make_snapshot, rates
+from penstock.gateway.metrics.cost import SpendingMeter
 from penstock.gateway.request import Request
 from penstock.gateway.responses import Answer, error_answer, json_answer
 from penstock.gateway.workers.reports import Reporter, WorkerReport

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from penstock.gateway import machine_metrics, metrics
 from penstock.gateway.accounting.entry import Accounting
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.context import GatewayContext
-from penstock.gateway.gpu_time import GpuTimeKeeper
 from penstock.gateway.live.news import NewsBoard
-from penstock.gateway.metrics import Distribution, Family
+from penstock.gateway.metrics import counters, machine_metrics
+from penstock.gateway.metrics.counters import Distribution, Family
+from penstock.gateway.metrics.gpu_time import GpuTimeKeeper
 from penstock.gateway.responses import Answer, error_answer
 from penstock.gateway.slow_requests import worst_of
 from penstock.gateway.workers.link import ParentLink
@@ -144,29 +144,29 @@ class Reporter:
 
     def _own(self, *, with_known: bool = True) -> WorkerReport:
         context = self._context
-        replicas, counters, now = context.replicas, context.counters, context.now()
-        view = replicas.view(now, context.queue.waiting, counters.n_served())
+        replicas, counts, now = context.replicas, context.counters, context.now()
+        view = replicas.view(now, context.queue.waiting, counts.n_served())
         waiting = {model.name: context.queue.waiting_for(model.name) for model in replicas.models}
         ready = {model.name: len(replicas.ready(model.name, now)) for model in replicas.models}
         known = [*self.news.families(now), *machine_metrics.families(view)] if with_known else []
         gpu_time = self.gpu_time.counted.families() if self.gpu_time is not None else []
-        own = metrics.families(counters, view, waiting, ready, replicas.n_ejections)
+        own = counters.families(counts, view, waiting, ready, replicas.n_ejections)
         report = WorkerReport(
             [*own, *self._accounting.families(), *gpu_time, *known],
-            metrics.distributions(counters),
+            counters.distributions(counts),
             view.requests_total,
             view.in_flight_total,
             view.waiting,
             {row.announcement.replica: row.in_flight for row in view.replicas},
             tuple(context.slow.worst(now, N_SLOW)),
-            counters.n_ended(),
-            BodyCounts(counters.n_body_bytes, counters.n_known_bytes, counters.n_known_tokens),
+            counts.n_ended(),
+            BodyCounts(counts.n_body_bytes, counts.n_known_bytes, counts.n_known_tokens),
         )
         return add([report, *self._before]) if self._before else report
 
 
 def metrics_answer(report: WorkerReport) -> Answer:
-    return Answer(200, metrics.write_metrics(report.families, report.distributions), metrics.CONTENT_TYPE)
+    return Answer(200, counters.write_metrics(report.families, report.distributions), counters.CONTENT_TYPE)
 
 
 def ended(content: bytes) -> WorkerReport:
@@ -183,8 +183,8 @@ def ended(content: bytes) -> WorkerReport:
 def add(parts: Sequence[WorkerReport]) -> WorkerReport:
     in_flight = sum((Counter(part.in_flight) for part in parts), Counter[str]())
     return WorkerReport(
-        metrics.add_families(part.families for part in parts),
-        metrics.add_distributions(part.distributions for part in parts),
+        counters.add_families(part.families for part in parts),
+        counters.add_distributions(part.distributions for part in parts),
         sum(part.n_requests for part in parts),
         sum(part.in_flight_total for part in parts),
         sum(part.n_waiting for part in parts),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from penstock.gateway.metrics import Family, Labels
+from penstock.gateway.metrics.counters import Family, Labels
 from penstock.wire.announcement import GatewayView, GpuReading, MachineReading, ReplicaView
 
 MAX_MACHINES = 64  # of a replica

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from penstock.gateway.metrics import escape_label
+from penstock.gateway.metrics.counters import escape_label
 
 Labels = Sequence[tuple[str, str]]
 

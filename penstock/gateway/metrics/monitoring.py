@@ -10,9 +10,9 @@ from typing import Final
 from penstock.gateway.accounting.entry import Accounting
 from penstock.gateway.accounting.keys import credential, has_token
 from penstock.gateway.connections.client import ClientConnection
-from penstock.gateway.engine_metrics import EngineMetrics
 from penstock.gateway.live.page import page_answer
 from penstock.gateway.live.stream import LiveFeed
+from penstock.gateway.metrics.engine_metrics import EngineMetrics
 from penstock.gateway.request import Request
 from penstock.gateway.responses import Answer, error_answer
 from penstock.gateway.workers.reports import Reporter, metrics_answer

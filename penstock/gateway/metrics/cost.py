@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from penstock.gateway.accounting.usage_store import GpuUse
-from penstock.gateway.metrics import Family
+from penstock.gateway.metrics.counters import Family
 from penstock.gateway.routing.replicas import Replica
 from penstock.wire.announcement import SERVING, GatewayView
 from penstock.wire.live import Cost, KeyUse

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.gateway import metrics
 from penstock.gateway.config import Address, GatewayConfig
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.connections.engine import Pool, UpstreamError
-from penstock.gateway.engine_pages import EnginePages
-from penstock.gateway.metrics import Labels
+from penstock.gateway.metrics import counters
+from penstock.gateway.metrics.counters import Labels
+from penstock.gateway.metrics.engine_pages import EnginePages
 from penstock.gateway.request import Request
 from penstock.gateway.responses import http_date
 from penstock.gateway.routing.replicas import ReplicaTable
@@ -46,7 +46,7 @@ class EngineMetrics:
             pieces = await asyncio.shield(self._start())
             headers = [
                 (b"date", http_date(int(self._world.unix()))),
-                (b"content-type", metrics.CONTENT_TYPE),
+                (b"content-type", counters.CONTENT_TYPE),
                 (b"content-length", b"%d" % sum(map(len, pieces))),
                 (b"x-request-id", request.request_id),
             ]
@@ -100,7 +100,7 @@ class EngineMetrics:
                 place = (("node", row.announcement.host), ("deployment", self._config.deployment))
                 pages.add(page, [label for label in (("replica", row.name), *place) if label[1]])
                 await self._world.pause(0)
-        pieces = [metrics.write_metrics([("engine_scrape_up", up), ("engine_scrape_seconds", seconds)], ())]
+        pieces = [counters.write_metrics([("engine_scrape_up", up), ("engine_scrape_seconds", seconds)], ())]
         for piece in pages.write():
             pieces.append(piece)
             await self._world.pause(0)

@@ -13,7 +13,7 @@ from penstock.errors import PenstockError
 from penstock.gateway.accounting.ledger import Ledger
 from penstock.gateway.accounting.usage_store import UsageStore
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.cost import GpuTime
+from penstock.gateway.metrics.cost import GpuTime
 from penstock.gateway.routing.replicas import ReplicaTable
 from penstock.world import REAL, World
 
