@@ -17,7 +17,7 @@ import waiting
 from virtual_loop import VirtualLoop, advance
 
 from penstock.gateway.config import GatewayConfig, ServedModel
-from penstock.gateway.service import Gateway, Sockets
+from penstock.gateway.service import Gateway, Sockets, open_sockets
 from penstock.wire.http1 import END, Reader, ResponseHead, parse_request, parse_response
 
 TOKEN = "admin-token"
@@ -232,7 +232,7 @@ class Rig:
             sockets = Sockets(loop.listen(), loop.listen(), None)
             self.gateway = Gateway(config, TOKEN, sockets, world=loop.world)
         else:
-            self.gateway = Gateway(config, TOKEN)
+            self.gateway = Gateway(config, TOKEN, open_sockets(config))
         self._engines: list[Engine] = []
         self._clients: list[Client] = []
         self._is_stopped = False

@@ -15,18 +15,9 @@ from penstock.deployment import preflight
 from penstock.errors import SpecError, UserError
 from penstock.gateway.accounting.key_store import Limits
 from penstock.gateway.accounting.usage_store import GpuUse
-from penstock.gateway.metrics.cost import (
-    SLOT_S,
-    SLOTS_MAX,
-    GpuSeconds,
-    GpuTime,
-    Spending,
-    SpendingMeter,
-    cost_between,
-    gpu_shares,
-    key_uses,
-)
+from penstock.gateway.metrics.cost import Spending, SpendingMeter, cost_between, gpu_shares, key_uses
 from penstock.gateway.metrics.counters import Family, Labels
+from penstock.gateway.metrics.gpu_time import SLOT_S, SLOTS_MAX, GpuSeconds, GpuTime
 from penstock.gateway.routing.replicas import Replica
 from penstock.hardware import Gpu, Machine
 from penstock.spec import reading
@@ -152,10 +143,9 @@ async def test_a_gateway_counts_gpu_time_and_use_by_key_and_keeps_it(tmp_path: P
         client = await rig.client()
         client.post(b'{"model":"demo"}', headers=f"Authorization: Bearer {secret}\r\n")
         assert (await client.response())[0].status == 200
-        keeper = rig.gateway._gpu_time
+        keeper = rig.gateway._reporter.gpu_time
         assert keeper is not None
-        began = keeper.counted._last or 0.0
-        keeper.tick(began + 5.0)
+        keeper.tick(rig.gateway._context.replicas.all(), (keeper._last or 0.0) + 5.0, NOW)
         text = await client.metrics(f"Authorization: Bearer {ADMIN}\r\n")
         assert 'penstock_key_tokens_total{key="alice",model="demo",kind="prompt"} 40\n' in text
         assert 'penstock_key_requests_total{key="alice",model="demo"} 1\n' in text

@@ -26,7 +26,7 @@ from penstock.gateway.accounting.ledger import Ledger
 from penstock.gateway.accounting.running_totals import new_totals
 from penstock.gateway.accounting.store import BUSY_S, SCHEMA_VERSION, check, connect, share
 from penstock.gateway.accounting.usage_store import DAY_S, FOLD_ROWS, GpuUse, Grouping, Row, UsageStore, day_of
-from penstock.gateway.metrics.cost import SLOT_S
+from penstock.gateway.metrics.gpu_time import SLOT_S
 
 __all__ = ["postgres", "store"]  # the fixtures
 

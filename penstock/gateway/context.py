@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -53,20 +54,17 @@ class GatewayContext:
         self.hold_s, self.holds_while_loading = config.hold_s, config.holds_while_loading
         self.needs_key = config.auth == "keys"
         self.allowed_origins = frozenset([origin.encode() for origin in config.allowed_origins])
-        self.tracer: Tracer | None = None
+        # Every request belongs to a trace then, and its engine gets our traceparent.
+        self.tracer = Tracer(config.traces.sample, os.urandom) if config.traces is not None else None
         self.dropped = HOP_BY_HOP | OWN_HEADERS | {b"forwarded", b"x-real-ip"}
+        if self.tracer is not None:
+            self.dropped |= {TRACEPARENT}
         self.dropped_plain = self.dropped | {b"accept-encoding"}
         self.retries = Retries(replicas, counters)
         self.response_owners = ResponseOwners()
         self.under_way: set[UnderWay] = set()
         self.slow = SlowRequests()
         self.tell_workers: Callable[[bytes, bytes], None] = lambda *_: None  # the other ones, of an admin call
-
-    def trace(self, tracer: Tracer) -> None:
-        """From now on every request belongs to a trace, and its engine gets our traceparent."""
-        self.tracer = tracer
-        self.dropped |= {TRACEPARENT}
-        self.dropped_plain |= {TRACEPARENT}
 
     def end(self, replica: Replica) -> None:
         """Ends a request on this replica: the next one that waits may have its place."""

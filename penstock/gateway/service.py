@@ -37,13 +37,12 @@ from penstock.gateway.live.news import NewsBoard
 from penstock.gateway.live.stream import LiveFeed
 from penstock.gateway.metrics.counters import Counters
 from penstock.gateway.metrics.engine_metrics import EngineMetrics
-from penstock.gateway.metrics.gpu_time import GpuTimeKeeper
+from penstock.gateway.metrics.gpu_time import GpuTime
 from penstock.gateway.metrics.monitoring import Monitoring
 from penstock.gateway.public import Public
 from penstock.gateway.routing.queue import WaitingQueue
 from penstock.gateway.routing.replicas import ReplicaTable
 from penstock.gateway.routing.static_upstreams import LapsedProbes, StaticUpstreams
-from penstock.gateway.trace_context import Tracer
 from penstock.gateway.workers.link import ParentLink, WorkerSlot
 from penstock.gateway.workers.reports import Reporter
 from penstock.processes import raise_file_limit
@@ -92,52 +91,36 @@ def open_sockets(config: GatewayConfig, inherited: Sequence[int] = ()) -> Socket
 
 
 class Gateway:
-    """A running gateway, or one worker of it. Both addresses are bound when the constructor returns."""
-
-    _gpu_time: GpuTimeKeeper | None = None
+    """A running gateway, or one worker of it."""
 
     def __init__(
-        self,
-        config: GatewayConfig,
-        token: str,
-        sockets: Sockets | None = None,
-        slot: WorkerSlot | None = None,
-        world: World = REAL,
+        self, config: GatewayConfig, token: str, sockets: Sockets, slot: WorkerSlot | None = None, world: World = REAL
     ) -> None:
         # Each worker has its own connection to the store: it is opened after the fork.
         self.accounting = Accounting(config, world)
-        try:
-            sockets = sockets or open_sockets(config)
-        except BaseException:
-            self.accounting.close()
-            raise
-        self._config = config
-        self._slot = slot
+        self._config, self._slot = config, slot
+        self._is_first = slot is None or slot.index == 0
         most, totals = config.max_in_flight, None if config.store is None else self.accounting.running_totals
         if most is not None and totals is None:  # nothing adds up what other workers have
             most = math.ceil(most / config.workers)
         replicas = ReplicaTable(config.models, config.policy, most, totals)
         counters = Counters((model.name for model in config.models), config.slo.ttft_ms, config.slo.tpot_ms)
-        keys = upstream_keys(config)
         # The same in all workers, and in no other gateway.
         facts = f"{socket.gethostname()} {token} {config}"
         via = b"penstock-" + hashlib.sha256(facts.encode()).hexdigest()[:16].encode()
-        pool = Pool(engine_key(token) if config.engines_need_key else None, keys, via, world)
+        pool = Pool(engine_key(token) if config.engines_need_key else None, upstream_keys(config), via, world)
         self._context = GatewayContext(config, replicas, WaitingQueue(config.queue), pool, counters, world)
-        if config.traces is not None:
-            self._context.trace(Tracer(config.traces.sample, os.urandom))
         self._static_upstreams = StaticUpstreams(config.upstreams, self._context)
         self._lapsed_probes = LapsedProbes(self._context)
         store = self.accounting.ledger.store if self.accounting.ledger is not None else None
-        if store is not None and (slot is None or slot.index == 0):
+        if store is not None and self._is_first:
             store.keep_days = config.ledger_days
         before = slot.before if slot else None
         self._reporter = Reporter(self._context, self.accounting, NewsBoard(config), before)
-        self._reporter.gateway = via.decode()
         self._reporter.began_at = slot.began_at if slot is not None else world.now()
         self._context.tell_workers = self._reporter.relay
-        if slot is None or slot.index == 0:
-            self._gpu_time = self._reporter.gpu_time = GpuTimeKeeper(config, replicas, self.accounting.ledger, world)
+        if self._is_first:
+            self._reporter.gpu_time = GpuTime(config.gpus_per_replica, config.gpu_hour_usd, self.accounting.ledger)
         self._live = LiveFeed(config, self._reporter, world)
         # Without an admin address of its own nobody may call: a token that nobody knows.
         token = token or secrets.token_hex(16)
@@ -194,8 +177,8 @@ class Gateway:
         if self._lease_timer is not None:
             self._lease_timer.cancel()
         self._context.pool.close()
-        if self._gpu_time is not None:
-            await self._gpu_time.stop()
+        if self._reporter.gpu_time is not None:
+            await self._reporter.gpu_time.stop()
         await self.accounting.stop()
         if self._reporter.link is not None:
             self._reporter.link.report()
@@ -205,20 +188,19 @@ class Gateway:
 
     def _check_leases(self) -> None:
         """Logs leases that ended (which end traffic in any case) and looks after requests."""
-        loop = asyncio.get_running_loop()
         now = self._context.now()
         for name in self._context.replicas.take_lapsed(now):
             log.warning("replica %s: its lease ran out", name)
         self._lapsed_probes.start_due(now)
         self._context.look_after(now)
         self.accounting.watch_keys()
-        if self._slot is None or self._slot.index == 0:
+        if self._is_first:
             bound_log()
-        if self._gpu_time is not None:
-            self._gpu_time.tick(now)
+        if self._reporter.gpu_time is not None:
+            self._reporter.gpu_time.tick(self._context.replicas.all(), now, self._context.unix())
         if self._reporter.link is not None:
             self._reporter.link.report()
-        self._lease_timer = loop.call_later(LEASE_CHECK_S, self._check_leases)
+        self._lease_timer = asyncio.get_running_loop().call_later(LEASE_CHECK_S, self._check_leases)
 
 
 def bound_log() -> None:

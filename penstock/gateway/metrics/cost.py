@@ -1,83 +1,19 @@
-"""GPU time of ready replicas, what it costs, and whose tokens it went into. Pure: the caller gives the times.
-
-Worker 0 counts the time, once a second; the others would count the same.
-"""
+"""What GPU time costs, and whose tokens it went into. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from penstock.gateway.accounting.usage_store import GpuUse
 from penstock.gateway.metrics.counters import Family
-from penstock.gateway.routing.replicas import Replica
-from penstock.wire.announcement import SERVING, GatewayView
+from penstock.wire.announcement import GatewayView
 from penstock.wire.live import Cost, KeyUse
 
-# A process that was stopped for longer than this knows nothing of that time.
-STEP_S_MAX = 10.0
-# The store keeps sums of so many seconds: small enough that a restart loses little, large enough that a year is small.
-SLOT_S = 300
-SLOTS_MAX = 1024  # while the store is away: three days of one model
 KEYS_MAX = 50
-
-
-class GpuSeconds(NamedTuple):
-    """GPU seconds of ready replicas, and those among them in which a request ran."""
-
-    ready: float = 0.0
-    busy: float = 0.0
-
-
-class GpuTime:
-    """Counts GPU seconds by model; `slots`: those that the store does not have yet, by Unix time and model."""
-
-    def __init__(self, gpus_per_replica: int, gpu_hour_usd: float | None) -> None:
-        self.gpu_hour_usd = gpu_hour_usd
-        self.slots: dict[tuple[int, str], GpuSeconds] = {}
-        self._n_gpus = gpus_per_replica
-        self._totals: defaultdict[str, GpuSeconds] = defaultdict(GpuSeconds)
-        self._last: float | None = None
-
-    def count(self, replicas: Iterable[Replica], now: float, wall_s: float) -> None:
-        """Adds the time since the last call. `now` is monotonic, `wall_s` Unix time."""
-        step_s = 0.0 if self._last is None else min(now - self._last, STEP_S_MAX)
-        self._last = now
-        if not self._n_gpus or step_s <= 0:
-            return
-        slot = int(wall_s) // SLOT_S * SLOT_S
-        for row in replicas:
-            if row.announcement.state in SERVING and row.is_alive(now):  # asleep it holds its GPUs
-                model, gpu_s = row.announcement.model, step_s * self._n_gpus
-                n_running = 0 if (load := row.announcement.load) is None else load.running
-                busy_s = gpu_s if max(row.in_flight, row.load_of_other_workers, n_running) > 0 else 0.0
-                self._totals[model] = _plus(self._totals[model], gpu_s, busy_s)
-                self.slots[slot, model] = _plus(self.slots.get((slot, model), GpuSeconds()), gpu_s, busy_s)
-        while len(self.slots) > SLOTS_MAX:
-            del self.slots[next(iter(self.slots))]
-
-    def forget(self, written: Mapping[tuple[int, str], GpuSeconds]) -> None:
-        """Drops slots that the store has, but the newest, which still grows."""
-        for key in [key for key, seconds in written.items() if self.slots.get(key) == seconds]:
-            if key[0] < max(at for at, _ in self.slots):
-                del self.slots[key]
-
-    def families(self) -> list[Family]:
-        if not self._n_gpus:
-            return []
-        families: list[Family] = [
-            ("gpu_seconds_total", {(("model", name),): round(t.ready, 3) for name, t in self._totals.items()}),
-            ("gpu_busy_seconds_total", {(("model", name),): round(t.busy, 3) for name, t in self._totals.items()}),
-        ]
-        if self.gpu_hour_usd is not None:
-            families.append(("gpu_hour_usd", {(): self.gpu_hour_usd}))
-        return families
-
-
-def _plus(seconds: GpuSeconds, ready: float, busy: float) -> GpuSeconds:
-    return GpuSeconds(seconds.ready + ready, seconds.busy + busy)
 
 
 class Spending(NamedTuple):
@@ -130,18 +66,16 @@ def cost_between(older: Spending, newer: Spending, gpu_hour_usd: float | None) -
 
     2 GPUs for an hour at $3 with 6 million tokens: $6 an hour, $1 per million tokens.
     """
-    gpu_s, seconds = newer.gpu_s - older.gpu_s, newer.at - older.at
-    if seconds <= 0:
+    grown = Spending(*map(operator.sub, newer, older))
+    gpu_s, tokens, joules = grown.gpu_s, grown.tokens or grown.engine_tokens, grown.joules
+    if grown.at <= 0:
         return Cost()
-    engine_tokens = newer.engine_tokens - older.engine_tokens
-    tokens = newer.tokens - older.tokens or engine_tokens
-    output_tokens, joules = newer.output_tokens - older.output_tokens, newer.joules - older.joules
     usd = None if gpu_hour_usd is None or gpu_s <= 0 else gpu_s / 3600 * gpu_hour_usd
     return Cost(
-        usd_per_hour=None if usd is None else round(usd / seconds * 3600, 4),
+        usd_per_hour=None if usd is None else round(usd / grown.at * 3600, 4),
         usd_per_million_tokens=None if usd is None or tokens <= 0 else round(usd / tokens * 1e6, 4),
-        idle_share=None if gpu_s <= 0 else round(min(1.0, max(0.0, 1 - (newer.busy_s - older.busy_s) / gpu_s)), 4),
-        joules_per_token=None if joules <= 0 or output_tokens <= 0 else round(joules / output_tokens, 4),
+        idle_share=None if gpu_s <= 0 else round(min(1.0, max(0.0, 1 - grown.busy_s / gpu_s)), 4),
+        joules_per_token=None if joules <= 0 or grown.output_tokens <= 0 else round(joules / grown.output_tokens, 4),
     )
 
 
@@ -149,22 +83,22 @@ def key_uses(families: Iterable[Family], gpu_hour_usd: float | None) -> tuple[Ke
     """Use by key and model since the gateway started, those with the most tokens first. The cost is the key's part of
     the GPUs' by its tokens, where the price of a GPU is known."""
     counts = dict(families)
-    tokens: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(dict)
-    of_model: defaultdict[str, float] = defaultdict(float)
+    tokens: defaultdict[tuple[str, str], dict[str, int]] = defaultdict(dict)
     for labels, n in counts.get("key_tokens_total", {}).items():
         facts = dict(labels)
-        tokens[facts["key"], facts["model"]][facts["kind"]] = n
-        of_model[facts["model"]] += n if facts["kind"] != "cached" else 0.0
+        tokens[facts["key"], facts["model"]][facts["kind"]] = int(n)
     requests = counts.get("key_requests_total", {})
-    n_requests = {(dict(labels)["key"], dict(labels)["model"]): n for labels, n in requests.items()}
-    gpu_s = {dict(labels)["model"]: n for labels, n in counts.get("gpu_seconds_total", {}).items()}
-    uses = []
-    for (key, model), kinds in tokens.items():
-        prompt, output = kinds.get("prompt", 0.0), kinds.get("output", 0.0)
-        usd = None
-        if gpu_hour_usd is not None and model in gpu_s and of_model[model] > 0:
-            usd = round(gpu_s[model] / 3600 * gpu_hour_usd * (prompt + output) / of_model[model], 6)
-        uses.append(KeyUse(key, model, int(n_requests.get((key, model), 0)), int(prompt), int(output), usd))
+    n_requests = {(dict(labels)["key"], dict(labels)["model"]): int(n) for labels, n in requests.items()}
+    gpu_time = {
+        dict(labels)["model"]: GpuUse(gpu_s, 0.0, None if gpu_hour_usd is None else gpu_s / 3600 * gpu_hour_usd)
+        for labels, gpu_s in counts.get("gpu_seconds_total", {}).items()
+    }
+    parts = [(group, kinds.get("prompt", 0), kinds.get("output", 0)) for group, kinds in tokens.items()]
+    shares = gpu_shares([(group, group[1], prompt + output) for group, prompt, output in parts], gpu_time)
+    uses = [
+        KeyUse(*group, n_requests.get(group, 0), prompt, output, shares[group].usd if group in shares else None)
+        for group, prompt, output in parts
+    ]
     uses.sort(key=lambda use: (-(use.prompt_tokens + use.output_tokens), use.key, use.model))
     return tuple(uses[:KEYS_MAX])
 
@@ -184,29 +118,22 @@ def gpu_shares(
 
     $6 of one model, 2 million tokens of alice and 1 million of bob: $4 and $2, $2 per million tokens.
     """
-    rows = [row for row in lines if row[1] in gpu_time]
-    of_model: defaultdict[str, int] = defaultdict(int)
-    for _, model, n_tokens in rows:
-        of_model[model] += n_tokens
-    tokens: defaultdict[tuple[str, ...], int] = defaultdict(int)
-    usd: dict[tuple[str, ...], float] = {}
-    models: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
-    for group, model, n_tokens in rows:
-        tokens[group] += n_tokens
-        models[group].add(model)
-        price = gpu_time[model].usd
-        if price is not None and of_model[model]:
-            usd[group] = usd.get(group, 0.0) + price * n_tokens / of_model[model]
-    return {
-        group: GpuShare(
-            None if group not in usd else round(usd[group], 6),
-            None if group not in usd or not n_tokens else round(usd[group] / n_tokens * 1e6, 4),
-            _idle_share([gpu_time[model] for model in models[group]]),
+    n_tokens: defaultdict[tuple[str, ...], Counter[str]] = defaultdict(Counter)  # by group and model
+    of_model = Counter[str]()
+    for group, model, n in lines:
+        if model in gpu_time:
+            n_tokens[group][model] += n
+            of_model[model] += n
+
+    def share(of_group: Counter[str]) -> GpuShare:
+        uses = [(gpu_time[model], n, of_model[model]) for model, n in of_group.items()]
+        prices = [use.usd * n / n_all for use, n, n_all in uses if use.usd is not None and n_all]
+        usd, n_group = sum(prices) if prices else None, of_group.total()
+        gpu_s, busy_s = sum(use.gpu_s for use, _, _ in uses), sum(use.busy_s for use, _, _ in uses)
+        return GpuShare(
+            None if usd is None else round(usd, 6),
+            None if usd is None or not n_group else round(usd / n_group * 1e6, 4),
+            round(1 - busy_s / gpu_s, 4) if gpu_s > 0 else None,
         )
-        for group, n_tokens in tokens.items()
-    }
 
-
-def _idle_share(uses: Collection[GpuUse]) -> float | None:
-    ready, busy = sum(use.gpu_s for use in uses), sum(use.busy_s for use in uses)
-    return round(1 - busy / ready, 4) if ready > 0 else None
+    return {group: share(of_group) for group, of_group in n_tokens.items()}

@@ -20,7 +20,7 @@ from penstock.gateway.context import GatewayContext
 from penstock.gateway.live.news import NewsBoard
 from penstock.gateway.metrics import counters, machine_metrics
 from penstock.gateway.metrics.counters import Distribution, Family
-from penstock.gateway.metrics.gpu_time import GpuTimeKeeper
+from penstock.gateway.metrics.gpu_time import GpuTime
 from penstock.gateway.responses import Answer, error_answer
 from penstock.gateway.slow_requests import worst_of
 from penstock.gateway.workers.link import ParentLink
@@ -61,9 +61,8 @@ class Reporter:
     """This worker's report, and with a `link` that of all workers."""
 
     link: ParentLink | None = None
-    gpu_time: GpuTimeKeeper | None = None  # of worker 0
-    gateway = ""  # a name that all its workers share
-    began_at = 0.0  # of the first of them, in monotonic seconds
+    gpu_time: GpuTime | None = None  # of worker 0
+    began_at = 0.0  # of the first worker, in monotonic seconds
 
     def __init__(
         self, context: GatewayContext, accounting: Accounting, news: NewsBoard, before: bytes | None = None
@@ -131,7 +130,7 @@ class Reporter:
                 total = sum(sum(counts) for counts, _ in samples.values())
         tokens = dict(report.families).get("tokens_total", {})
         return LoadCounts(
-            gateway=self.gateway,
+            gateway=self._context.pool.via.decode(),
             age_s=round(self._context.now() - self.began_at, 3),
             arrivals=report.n_ended + report.in_flight_total + report.n_waiting,
             body_bytes=bodies.n_bytes,
@@ -149,7 +148,7 @@ class Reporter:
         waiting = {model.name: context.queue.waiting_for(model.name) for model in replicas.models}
         ready = {model.name: len(replicas.ready(model.name, now)) for model in replicas.models}
         known = [*self.news.families(now), *machine_metrics.families(view)] if with_known else []
-        gpu_time = self.gpu_time.counted.families() if self.gpu_time is not None else []
+        gpu_time = self.gpu_time.families() if self.gpu_time is not None else []
         own = counters.families(counts, view, waiting, ready, replicas.n_ejections)
         report = WorkerReport(
             [*own, *self._accounting.families(), *gpu_time, *known],
