@@ -19,7 +19,7 @@ def merged(*pages: str | bytes, **labels: str) -> str:
     engines = EnginePages(("vllm:", "llamacpp:"), RENAMED)
     for index, page in enumerate(pages):
         text = page.encode() if isinstance(page, str) else page
-        engines.add(text, [("replica", str(index)), *labels.items()])
+        engines.add(text, (("replica", str(index)), *labels.items()))
     out = b"".join(engines.write()).decode()
     families = [family.name for family in text_string_to_metric_families(out)]
     assert len(set(families)) == len(families)

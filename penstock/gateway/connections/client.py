@@ -154,9 +154,8 @@ class ClientConnection(asyncio.Protocol):
             self._is_paused = True
             self._transport.pause_reading()
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> None:
         self._leave()
-        return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._linger_timer is not None:
@@ -257,22 +256,17 @@ class ClientConnection(asyncio.Protocol):
         self._refuse(error_answer(408, "the request did not come in time", "request_timeout"))
 
     def close_if_stale(self, now: float) -> None:
-        spent_s = now - self._phase_at
-        silent_s = now - self._data_at
-        limits = self._limits
+        spent_s, limits = now - self._phase_at, self._limits
         is_stalled = self._stalled_at is not None and now - self._stalled_at > limits.stall_s
+        is_slow = spent_s > limits.head_s if self._phase == "head" else now - self._data_at > limits.body_s
         is_over = limits.total_s is not None and now - self._begun_at > limits.total_s
         if is_stalled or (self._phase == "closed" and spent_s > limits.stall_s):
             self._transport.abort()
-        elif self._phase == "idle":
-            if spent_s > limits.idle_s:
-                self._close()
-        elif self._phase == "busy":
-            if is_over:
-                self.cut()
-        elif self._phase in ("head", "body") and (
-            is_over or (spent_s > limits.head_s if self._phase == "head" else silent_s > limits.body_s)
-        ):
+        elif self._phase == "idle" and spent_s > limits.idle_s:
+            self._close()
+        elif self._phase == "busy" and is_over:
+            self.cut()
+        elif self._phase in ("head", "body") and (is_over or is_slow):
             self.refuse_late()
 
     def _enter(self, phase: Phase, now: float) -> None:

@@ -25,7 +25,7 @@ USER_TIMEOUT_MS = 45_000
 _TCP_OPTIONS: Final = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}
 MAX_HEADS: Final = 256
 MAX_ANSWER_BYTES: Final = 64 * 1024  # to a question of the gateway's own
-
+Fits = Callable[[int, int], bool]  # whether a body may go on, by the bytes of a read and those so far
 
 # A connect fails with these because of this process or machine, not of the engine.
 OWN_ERRORS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM))
@@ -257,38 +257,38 @@ class Pool:
                 del self._idle[connection.address]
 
     def close(self) -> None:
-        for idle in tuple(self._idle.values()):
-            for connection in tuple(idle):
-                connection.discard()
+        for connection in [each for idle in self._idle.values() for each in idle]:
+            connection.discard()
 
 
 class _Whole:
     takes_chunks = False
 
-    def __init__(self, whole: asyncio.Future[tuple[int, bytes]]) -> None:
-        self._whole = whole
-        self._status = 0
-        self._body = b""
+    def __init__(self, fits: Fits) -> None:
+        self.answer: asyncio.Future[tuple[int, bytes | None]] = asyncio.get_running_loop().create_future()
+        self._fits, self._status, self._body = fits, 0, bytearray()
 
     def receive(self, head: ResponseHead | None, data: bytes, is_end: bool) -> None:
         if head is not None:
             self._status = head.status
-        if len(self._body) + len(data) <= MAX_ANSWER_BYTES:
-            self._body += data
-        if is_end and not self._whole.done():
-            self._whole.set_result((self._status, self._body))
+        self._body += data
+        is_short = self._fits(len(data), len(self._body))
+        if not self.answer.done() and (is_end or not is_short):
+            self.answer.set_result((self._status, bytes(self._body) if is_short else None))
 
     def receive_chunks(self, data: bytes, is_end: bool) -> None:
         raise AssertionError("not asked for")
 
     def lost(self, error: UpstreamError) -> None:
-        if not self._whole.done():
-            self._whole.set_exception(error)
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
 
-def call(connection: UpstreamConnection, request: bytes) -> asyncio.Future[tuple[int, bytes]]:
-    """Status and body (its first MAX_ANSWER_BYTES or less) of the answer to `request`, once it is whole; or
+def call(
+    connection: UpstreamConnection, request: bytes, fits: Fits = lambda _, n_bytes: n_bytes <= MAX_ANSWER_BYTES
+) -> asyncio.Future[tuple[int, bytes | None]]:
+    """Status and body of the answer to `request`, once it is whole, without a body where it does not fit; or
     UpstreamError. The caller bounds its time."""
-    whole: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
-    connection.send(request, _Whole(whole))
-    return whole
+    whole = _Whole(fits)
+    connection.send(request, whole)
+    return whole.answer

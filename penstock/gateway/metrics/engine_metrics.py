@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from penstock.gateway.config import Address, GatewayConfig
 from penstock.gateway.connections.client import ClientConnection
-from penstock.gateway.connections.engine import Pool, UpstreamError
+from penstock.gateway.connections.engine import Pool, UpstreamError, call
 from penstock.gateway.metrics import counters
 from penstock.gateway.metrics.counters import Labels
 from penstock.gateway.metrics.engine_pages import EnginePages
 from penstock.gateway.request import Request
 from penstock.gateway.responses import http_date
-from penstock.gateway.routing.replicas import ReplicaTable
+from penstock.gateway.routing.replicas import Replica, ReplicaTable
 from penstock.text import MIB
-from penstock.wire.http1 import ResponseHead, write_response_head
+from penstock.wire.http1 import write_response_head
 from penstock.world import REAL, World
 
 DEADLINE_S = 2.0
@@ -32,6 +33,7 @@ class EngineMetrics:
         self._world = world
         self._config, self._replicas, self._pool = config, replicas, pool
         self._scrape: asyncio.Task[list[bytes]] | None = None
+        self._n_bytes_left = 0  # that all pages of a scrape may still have
 
     def respond(self, request: Request, client: ClientConnection) -> None:
         client.work = asyncio.get_running_loop().create_task(self._respond(request, client))
@@ -66,39 +68,28 @@ class EngineMetrics:
 
     def _start(self) -> asyncio.Task[list[bytes]]:
         if self._scrape is None:
-            self._scrape = asyncio.get_running_loop().create_task(self._ask_all())
-            self._scrape.add_done_callback(self._forget_later)
+            loop = asyncio.get_running_loop()
+            self._scrape = loop.create_task(self._ask_all())
+            self._scrape.add_done_callback(lambda _: loop.call_later(KEEP_S, self._forget))
         return self._scrape
 
-    def _forget_later(self, scrape: asyncio.Task[list[bytes]]) -> None:
-        def forget() -> None:
-            self._scrape = None
-
-        asyncio.get_running_loop().call_later(KEEP_S, forget)
+    def _forget(self) -> None:
+        self._scrape = None
 
     async def _ask_all(self) -> list[bytes]:
         """The page, a family each. A replica that does not answer in time and bounds is left out of it."""
-        began_at = self._world.now()
         rows = sorted(self._replicas.all(), key=lambda row: row.name)
-        budget = _Budget()
-        tasks = {
-            row.name: asyncio.create_task(self._ask(row.address, budget))
-            for row in rows
-            if row.address is not None and row.is_alive(began_at)
-        }
-        if tasks:
-            await asyncio.wait(tasks.values(), timeout=DEADLINE_S)
+        self._n_bytes_left = PAGES_BYTES_MAX
+        answers = await asyncio.gather(*(self._ask(row) for row in rows))
         pages = EnginePages(self._config.engine_families, self._config.renamed)
         up: dict[Labels, float] = {}
         seconds: dict[Labels, float] = {}
-        for row in rows:
-            task = tasks.get(row.name)
-            page, took_s = _result(task, self._world.now() - began_at)
+        for row, (page, took_s) in zip(rows, answers, strict=True):
             labels = (("replica", row.name),)
             up[labels], seconds[labels] = float(page is not None), round(took_s, 4)
             if page is not None:
                 place = (("node", row.announcement.host), ("deployment", self._config.deployment))
-                pages.add(page, [label for label in (("replica", row.name), *place) if label[1]])
+                pages.add(page, (*labels, *(label for label in place if label[1])))
                 await self._world.pause(0)
         pieces = [counters.write_metrics([("engine_scrape_up", up), ("engine_scrape_seconds", seconds)], ())]
         for piece in pages.write():
@@ -106,19 +97,31 @@ class EngineMetrics:
             await self._world.pause(0)
         return pieces
 
-    async def _ask(self, address: Address, budget: _Budget) -> tuple[bytes, float]:
-        """The page and the seconds it took. Raises OSError and UpstreamError."""
+    async def _ask(self, row: Replica) -> tuple[bytes | None, float]:
+        """The replica's page, None where it gave none, and the seconds that it took."""
         began_at = self._world.now()
+        if row.address is None or not row.is_alive(began_at):
+            return None, 0.0
+        page = None
+        with contextlib.suppress(OSError, UpstreamError):  # a TimeoutError is an OSError
+            async with asyncio.timeout(DEADLINE_S):
+                page = await self._read_page(row.address)
+        return page, self._world.now() - began_at
+
+    async def _read_page(self, address: Address) -> bytes | None:
         connection = self._pool.take(address) or await self._pool.connect(address)
-        body = _Body(budget)
         try:
-            connection.send(b"GET /metrics HTTP/1.1\r\n%s\r\n" % connection.origin_lines, body)
-            page = await body.whole
+            request = b"GET /metrics HTTP/1.1\r\n%s\r\n" % connection.origin_lines
+            status, page = await call(connection, request, self._fits)
         except BaseException:
             connection.discard()
             raise
         connection.release()
-        return page, self._world.now() - began_at
+        return page if status == 200 else None
+
+    def _fits(self, n_new: int, n_bytes: int) -> bool:
+        self._n_bytes_left -= n_new
+        return n_bytes <= PAGE_BYTES_MAX and self._n_bytes_left >= 0
 
 
 class _Flow:
@@ -133,53 +136,3 @@ class _Flow:
 
     def resume(self) -> None:
         self.may_write.set()
-
-
-class _Budget:
-    """The bytes that all pages of a scrape may still have."""
-
-    def __init__(self) -> None:
-        self.n_bytes = PAGES_BYTES_MAX
-
-
-class _Body:
-    """Collects the body of an answer 200 within its bounds."""
-
-    takes_chunks = False
-
-    def __init__(self, budget: _Budget) -> None:
-        self.whole: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._budget = budget
-        self._pieces: list[bytes] = []
-        self._n_bytes = 0
-
-    def receive(self, head: ResponseHead | None, data: bytes, is_end: bool) -> None:
-        if self.whole.done():
-            return
-        self._n_bytes += len(data)
-        self._budget.n_bytes -= len(data)
-        self._pieces.append(data)
-        if head is not None and head.status != 200:
-            self.whole.set_exception(UpstreamError(f"GET /metrics answered {head.status}"))
-        elif self._n_bytes > PAGE_BYTES_MAX or self._budget.n_bytes < 0:
-            self.whole.set_exception(UpstreamError(f"GET /metrics has more than {PAGE_BYTES_MAX} bytes"))
-        elif is_end:
-            self.whole.set_result(b"".join(self._pieces))
-
-    def receive_chunks(self, data: bytes, is_end: bool) -> None:
-        raise AssertionError("not asked for")
-
-    def lost(self, error: UpstreamError) -> None:
-        if not self.whole.done():
-            self.whole.set_exception(error)
-
-
-def _result(task: asyncio.Task[tuple[bytes, float]] | None, waited_s: float) -> tuple[bytes | None, float]:
-    """A replica's page, None where it gave none, and the seconds that it took."""
-    if task is None:
-        return None, 0.0
-    if not task.done():
-        task.cancel()
-    elif not task.cancelled() and task.exception() is None:
-        return task.result()
-    return None, waited_s

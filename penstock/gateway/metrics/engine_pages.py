@@ -13,9 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from penstock.gateway.metrics.counters import escape_label
-
-Labels = Sequence[tuple[str, str]]
+from penstock.gateway.metrics.counters import Labels, escape_label
 
 MAX_LINE_BYTES = 65536
 # What follows a family's name in its samples.

@@ -78,7 +78,7 @@ async def ask_max_model_len(pool: Pool, address: Address, model: str | None) -> 
                 _, body = await call(connection, request)
             finally:
                 connection.discard()
-        cards = read_models(decode_json(body, "models"), "upstream")
+        cards = read_models(decode_json(body or b"", "models"), "upstream")
     except (OSError, UpstreamError, PenstockError):  # a TimeoutError is an OSError
         return None
     named = [card for card in cards if card.name == model] or list(cards)
