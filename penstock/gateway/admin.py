@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 from urllib.parse import unquote
 
 import msgspec
@@ -19,24 +19,33 @@ from penstock.gateway.board import RankBoard
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.context import HEARD, WAKE, GatewayContext
 from penstock.gateway.live.news import DatedNews, dated
-from penstock.gateway.metrics.monitoring import METHODS as MONITORING_METHODS
-from penstock.gateway.metrics.monitoring import PATHS as MONITORING_PATHS
-from penstock.gateway.metrics.monitoring import Monitoring
+from penstock.gateway.metrics.monitoring import MONITORING_METHODS, MONITORING_PATHS, Monitoring
 from penstock.gateway.request import Request
 from penstock.gateway.responses import Answer, error_answer, json_answer
+from penstock.gateway.routing.replicas import ReplicaTable
 from penstock.gateway.workers.reports import Reporter, WorkerReport
 from penstock.wire.announcement import AnnounceAnswer, Announcement, Post
 from penstock.wire.http1 import Headers, RequestHead
 
-_ORDERS = ("announce", "board", "drain", "undrain", "leave", "forget", "sleep", "wake", "news")
-_NEWS = b"/admin/news"
-_METHODS: dict[bytes, tuple[bytes, ...]] = dict.fromkeys((b"/admin/health", b"/admin/replicas"), (b"GET",))
-_METHODS |= {f"/admin/{order}".encode(): (b"POST",) for order in _ORDERS}
-_METHODS[b"/admin/board"] = (b"GET", b"POST")
-_METHODS |= dict.fromkeys(MONITORING_PATHS, MONITORING_METHODS)
-# Sent again within seconds, by nodes and by the controller: nobody waits for the other workers.
-_REPEATED = (b"/admin/announce", b"/admin/board", _NEWS)
+_ANNOUNCE, _BOARD, _NEWS, _UNDRAIN = b"/admin/announce", b"/admin/board", b"/admin/news", b"/admin/undrain"
+# Calls about one replica, and what each does with its name.
+_ORDERS: Final[dict[bytes, Callable[[ReplicaTable, str], object]]] = {
+    b"/admin/drain": ReplicaTable.drain,
+    b"/admin/leave": ReplicaTable.leave,
+    _UNDRAIN: ReplicaTable.undrain,
+    b"/admin/forget": ReplicaTable.forget,
+    b"/admin/sleep": lambda table, name: table.order(name, "sleep"),
+    WAKE: lambda table, name: table.order(name, "wake"),
+}
 _DRAINS = (b"/admin/drain", b"/admin/leave")
+# Sent again within seconds, by nodes and by the controller: nobody waits for the other workers.
+_REPEATED = (_ANNOUNCE, _BOARD, _NEWS)
+_METHODS: dict[bytes, tuple[bytes, ...]] = {
+    **dict.fromkeys((b"/admin/health", b"/admin/replicas"), (b"GET",)),
+    **dict.fromkeys((*_REPEATED, *_ORDERS), (b"POST",)),
+    _BOARD: (b"GET", b"POST"),
+    **dict.fromkeys(MONITORING_PATHS, MONITORING_METHODS),
+}
 _KEYS = b"/admin/keys"
 
 log = logging.getLogger(__name__)
@@ -71,9 +80,7 @@ class AdminApi:
         self, context: GatewayContext, accounting: Accounting, reporter: Reporter, monitoring: Monitoring, token: str
     ) -> None:
         self._context = context
-        self._monitoring = monitoring
-        self._reporter = reporter
-        self._accounting = accounting
+        self._accounting, self._reporter, self._monitoring = accounting, reporter, monitoring
         self._replicas = context.replicas
         self._token = token
         self._board = RankBoard(context.now())
@@ -103,7 +110,7 @@ class AdminApi:
                 return json_answer({"ok": True})
             if path == b"/admin/replicas":
                 return self._reporter.respond(client, lambda report: json_answer(self._reporter.view(report)))
-            if path == b"/admin/board" and request.head.method == b"GET":
+            if path == _BOARD and request.head.method == b"GET":
                 return json_answer(self._board.rows(self._context.now()))
             if path == _NEWS:
                 body = dated(body, self._context.now())
@@ -128,9 +135,9 @@ class AdminApi:
 
     def apply(self, path: bytes, body: bytes) -> Any:
         """Does a call in this worker alone. Raises msgspec.DecodeError and UserError."""
-        if path == b"/admin/announce":
+        if path == _ANNOUNCE:
             return self._announce(msgspec.json.decode(body, type=Announcement))
-        if path == b"/admin/board":
+        if path == _BOARD:
             post = msgspec.json.decode(body, type=Post)
             return self._board.post(post, self._context.now(), must_leave=self._replicas.must_leave(post.replica))
         if path == _NEWS:
@@ -145,19 +152,9 @@ class AdminApi:
                 row.heard_at = self._context.now()
             return {"ok": True}
         log.info("replica %r: %s", name, path.decode().removeprefix("/admin/"))
-        if path == b"/admin/drain":
-            self._replicas.drain(name)
-        elif path == b"/admin/leave":
-            self._replicas.leave(name)
-        elif path == b"/admin/undrain":
-            self._replicas.undrain(name)
+        _ORDERS[path](self._replicas, name)
+        if path == _UNDRAIN:
             self._wake(name)
-        elif path == b"/admin/sleep":
-            self._replicas.order(name, "sleep")
-        elif path == WAKE:
-            self._replicas.order(name, "wake")
-        else:
-            self._replicas.forget(name)
         return {"ok": True}
 
     def _announce(self, announcement: Announcement) -> AnnounceAnswer:

@@ -87,7 +87,10 @@ def build() -> tuple[Path, float]:
         (place / "penstock" / "__init__.py").write_text('__version__ = ""\n', "utf-8")
         files = [f"{module.replace('.', '/')}.py" for module in MODULES]
         (place / "setup.py").write_text(_SETUP.format(files=files), "utf-8")
-        _run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], place)
+        argv = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        done = subprocess.run(argv, cwd=place, capture_output=True, text=True, timeout=_COMPILE_S, check=False)
+        if done.returncode:
+            raise PenstockError("cannot compile the gateway", detail=(done.stderr or done.stdout)[-2000:])
         made = place / "made"
         made.mkdir()
         for path in (*place.glob(f"*{_SUFFIX}"), *(place / "penstock").rglob(f"*{_SUFFIX}")):
@@ -130,12 +133,6 @@ def _check_tools() -> None:
             missing.append(f"{package} (pip install {package})")
     if missing:
         raise UserError("cannot compile the gateway: " + " and ".join(missing) + " is not there")
-
-
-def _run(argv: list[str], place: Path) -> None:
-    done = subprocess.run(argv, cwd=place, capture_output=True, text=True, timeout=_COMPILE_S, check=False)
-    if done.returncode:
-        raise PenstockError("cannot compile the gateway", detail=(done.stderr or done.stdout)[-2000:])
 
 
 def main() -> int:

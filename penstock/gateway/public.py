@@ -15,8 +15,7 @@ from penstock.gateway.config import UNIX, GatewayConfig, ServedModel, parse_addr
 from penstock.gateway.connections.client import BodyOwner, ClientConnection
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.forwarding import Forwarding
-from penstock.gateway.metrics.monitoring import PATHS as MONITORING_PATHS
-from penstock.gateway.metrics.monitoring import Monitoring
+from penstock.gateway.metrics.monitoring import MONITORING_METHODS, MONITORING_PATHS, Monitoring
 from penstock.gateway.origins import SITE_HEADERS, SiteRule, origin_headers, preflight_headers
 from penstock.gateway.request import BODY_ERRORS, Request, RequestFacts, UnreadableError, read_facts, rename_model
 from penstock.gateway.responses import Answer, error_answer, json_answer
@@ -60,9 +59,7 @@ class Public:
     def __init__(
         self, config: GatewayConfig, accounting: Accounting, context: GatewayContext, monitoring: Monitoring
     ) -> None:
-        self._accounting = accounting
-        self._context = context
-        self._monitoring = monitoring
+        self._accounting, self._context, self._monitoring = accounting, context, monitoring
         self._replicas = context.replicas
         self._policy = config.policy
         self._names = {model.name: (model.name, *model.aliases) for model in context.replicas.models}
@@ -106,14 +103,15 @@ class Public:
             if self._context.pool.via in names:
                 message = "the request came back to this gateway: it is an upstream of itself"
                 return error_answer(508, message, "loop_detected")
-        if self._site_rule is None:
-            return None
-        reason = self._site_rule.refuse(head.method, headers)
+        reason = self._site_rule.refuse(head.method, headers) if self._site_rule is not None else None
         return None if reason is None else error_answer(403, reason, "site_not_allowed")
 
     def body_owner(self, head: RequestHead) -> BodyOwner | None:
-        holder = self._accounting.find(head) if self._context.needs_key else None
+        holder = self._holder(head)
         return holder.quota if holder is not None else None
+
+    def _holder(self, head: RequestHead) -> KeyHolder | None:
+        return self._accounting.find(head) if self._context.needs_key else None
 
     def handle(self, request: Request, client: ClientConnection) -> Answer | None:
         path = request.head.path
@@ -124,7 +122,7 @@ class Public:
         if path in MONITORING_PATHS:
             refusal = self._monitoring.refuse(request.head) if self._context.needs_key else None
             return refusal or self._monitoring.handle(request, client)
-        holder = self._accounting.find(request.head) if self._context.needs_key else None
+        holder = self._holder(request.head)
         if holder is None and self._context.needs_key:
             # Also of a body that took its time, while its key ended. From here on None means: no keys needed.
             return self._refuse_key()
@@ -159,7 +157,7 @@ class Public:
             if _ADMIN_ROUTE.match(path):
                 message = f"{path.decode()} administers an engine: gateway.engine_routes does not open it"
                 return error_answer(403, message, "route_closed")
-        allowed = (b"GET", b"HEAD") if is_own else (b"POST",) if path in _POST_PATHS else _ENGINE_METHODS
+        allowed = MONITORING_METHODS if is_own else (b"POST",) if path in _POST_PATHS else _ENGINE_METHODS
         if head.method not in allowed and not (path == b"/ping" and head.method == b"POST"):
             method = head.method.decode("latin-1")
             headers = ((b"allow", b", ".join(allowed)),)

@@ -72,8 +72,7 @@ class Sockets:
 def open_sockets(config: GatewayConfig, inherited: Sequence[int] = ()) -> Sockets:
     """Both of them bound and listening, or none; `inherited` ones are bound already. Raises UserError."""
     listen, admin = parse_address(config.listen), parse_address(config.admin)
-    assert listen is not None
-    assert admin is not None
+    assert listen is not None and admin is not None
     tls = open_tls(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
     if inherited:
         public, own_admin = (socket.socket(fileno=number) for number in inherited)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import itertools
 import operator
 from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal, get_args
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final, Literal, get_args
 
 from penstock.wire.announcement import GatewayView
 from penstock.wire.metric_names import METRICS, PREFIX
@@ -32,6 +32,8 @@ Labels = tuple[tuple[str, str], ...]
 Family = tuple[str, Mapping[Labels, float]]  # a name of METRICS, values by labels
 # A name of METRICS, upper ends of the buckets, and by labels the counts of the buckets and the sum.
 Distribution = tuple[str, tuple[float, ...], Mapping[Labels, tuple[list[int], float]]]
+# How several workers' values of one series make one; "each" is not in here: any of them does.
+_JOINS: Final[dict[str, Callable[[float, float], float]]] = {"sum": operator.add, "least": min, "most": max}
 _REFUSED = frozenset(("no_replica", "queue_full", "refused"))
 
 
@@ -103,7 +105,7 @@ class Counters:
         # Bytes of bodies; and of requests with known usage, bytes and the prompt tokens that no cache had.
         self.n_body_bytes = self.n_known_bytes = self.n_known_tokens = 0
         self.own_s = Histogram(OWN_S)
-        self.hold_s: dict[str, Histogram] = {}  # by model
+        self.hold_s = defaultdict[str, Histogram](lambda: Histogram(LATENCY_S))  # by model
         self._series: dict[tuple[str, str], Series] = {}
 
     def n_ended(self) -> int:
@@ -124,8 +126,6 @@ class Counters:
         return series
 
     def note_hold(self, model: str, hold_s: float) -> None:
-        if model not in self.hold_s:
-            self.hold_s[model] = Histogram(LATENCY_S)
         self.hold_s[model].observe(hold_s)
 
     def all_series(self) -> Iterator[tuple[Labels, Series]]:
@@ -145,59 +145,48 @@ def families(
         (("model", row.announcement.model), ("replica", row.announcement.replica)): row.in_flight
         for row in view.replicas
     }
-    outcomes: dict[Labels, float] = {
-        (("model", model), ("outcome", outcome)): n for (model, outcome), n in counters.outcomes.items()
-    }
     codes: dict[Labels, float] = {
         (*labels, ("code", str(code))): n for labels, row in counters.all_series() for code, n in row.codes.items()
     }
-    failures: dict[Labels, float] = {(): counters.n_connect_failures}
     return [
-        ("requests_total", outcomes),
+        ("requests_total", {(("model", model), ("outcome", end)): n for (model, end), n in counters.outcomes.items()}),
         ("responses_total", codes),
         ("requests_in_flight", in_flight),
         ("requests_waiting", _by("model", waiting)),
         ("replicas_ready", _by("model", ready)),
         ("retries_total", _by("model", counters.retries)),
         ("ejections_total", _by("replica", ejections)),
-        ("connect_failures_total", failures),
+        ("connect_failures_total", {(): counters.n_connect_failures}),
     ]
 
 
 def distributions(counters: Counters) -> list[Distribution]:
-    rows = list(counters.all_series())
-    first_byte = {labels: row.first_byte_s.state() for labels, row in rows}
-    gaps = {labels: row.gap_s.state() for labels, row in rows}
-    durations = {labels: row.duration_s.state() for labels, row in rows}
+    def by_series(name: str, bounds: tuple[float, ...], histogram: Callable[[Series], Histogram]) -> Distribution:
+        return name, bounds, {labels: histogram(row).state() for labels, row in counters.all_series()}
+
     holds: dict[Labels, tuple[list[int], float]] = {
         (("model", model),): histogram.state() for model, histogram in counters.hold_s.items()
     }
-    first_tokens = {labels: row.first_token_s.state() for labels, row in rows}
-    output_tokens = {labels: row.output_token_s.state() for labels, row in rows}
     return [
         ("gateway_own_seconds", OWN_S, {(): counters.own_s.state()}),
-        ("time_to_first_byte_seconds", LATENCY_S, first_byte),
-        ("chunk_gap_seconds", GAP_S, gaps),
-        ("request_seconds", LATENCY_S, durations),
+        by_series("time_to_first_byte_seconds", LATENCY_S, lambda row: row.first_byte_s),
+        by_series("chunk_gap_seconds", GAP_S, lambda row: row.gap_s),
+        by_series("request_seconds", LATENCY_S, lambda row: row.duration_s),
         ("request_hold_seconds", LATENCY_S, holds),
-        ("time_to_first_token_seconds", counters.first_token_bounds, first_tokens),
-        ("time_per_output_token_seconds", counters.output_token_bounds, output_tokens),
+        by_series("time_to_first_token_seconds", counters.first_token_bounds, lambda row: row.first_token_s),
+        by_series("time_per_output_token_seconds", counters.output_token_bounds, lambda row: row.output_token_s),
     ]
 
 
 def add_families(parts: Iterable[list[Family]]) -> list[Family]:
     families: dict[str, dict[Labels, float]] = {}
     for name, samples in itertools.chain.from_iterable(parts):
-        joined = METRICS[name].joined
         if name not in families:
             families[name] = dict(samples)
-        elif joined != "each":
+        elif (join := _JOINS.get(METRICS[name].joined)) is not None:
             sums = families[name]
             for labels, value in samples.items():
-                before = sums.get(labels)
-                if before is not None:
-                    value = (min if joined == "least" else max if joined == "most" else operator.add)(before, value)
-                sums[labels] = value
+                sums[labels] = join(sums[labels], value) if labels in sums else value
     return list(families.items())
 
 

@@ -69,7 +69,10 @@ class EnginePages:
     def add(self, page: bytes, labels: Labels) -> None:
         """Adds a replica's page. A family whose kind differs from that of an earlier page is left out."""
         self._n_pages += 1
-        own, page = _Own(labels), _cleaned(page)
+        own = _Own(labels)
+        if not page.isascii():
+            page = page.decode(errors="replace").encode()
+        page = page.replace(b"\r\n", b"\n")
         is_sound = _BROKEN.search(page) is None
         older: list[tuple[bytes, _Family, bytes]] = []
         family, about = None, b""
@@ -139,12 +142,6 @@ def _insert(family: _Family, block: bytes, own: _Own) -> bytes | None:
     changed = block.replace(opening, b"{%s,%s" % (own.text, opening[1:]))
     is_whole = len(changed) - len(block) == n_lines * (len(own.text) + 1) and block.count(b'"} ') == n_lines
     return changed if is_whole else None
-
-
-def _cleaned(page: bytes) -> bytes:
-    if not page.isascii():
-        page = page.decode(errors="replace").encode()
-    return page.replace(b"\r\n", b"\n") if b"\r" in page else page
 
 
 def _rewrite(name: bytes, family: _Family, block: bytes, own: _Own) -> bytes:

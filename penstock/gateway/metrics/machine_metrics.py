@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from penstock.gateway.metrics.counters import Family, Labels
-from penstock.wire.announcement import GatewayView, GpuReading, MachineReading, ReplicaView
+from penstock.wire.announcement import GatewayView, GpuReading, ReplicaView
 
 MAX_MACHINES = 64  # of a replica
 MAX_GPUS = 32  # of a machine
 MAX_WORDS = 32  # reasons of a GPU, stages of a start
 MAX_LABEL_CHARS = 128
 MAX_VALUE = 1e18  # a GPU's energy of a century is 1e12 J
-_MHZ = 1e6
 
 Sample = tuple[str, Labels, float | None]
 
@@ -63,15 +62,11 @@ def _of_replica(row: ReplicaView) -> Iterator[Sample]:
     for stage, seconds in list(announcement.start_s.items())[:MAX_WORDS]:
         yield "replica_start_seconds", (replica, ("stage", _cut(stage))), seconds
     for machine in announcement.machines[:MAX_MACHINES]:
-        yield from _of_machine(replica, machine)
-
-
-def _of_machine(replica: tuple[str, str], machine: MachineReading) -> Iterator[Sample]:
-    node = ("node", _cut(machine.host))
-    for name, field in _OF_MACHINES.items():
-        yield name, (node,), getattr(machine, field)
-    for gpu in machine.gpus[:MAX_GPUS]:
-        yield from _of_gpu((replica, node, ("gpu", str(gpu.index)), ("uuid", _cut(gpu.uuid))), gpu)
+        node = ("node", _cut(machine.host))
+        for name, field in _OF_MACHINES.items():
+            yield name, (node,), getattr(machine, field)
+        for gpu in machine.gpus[:MAX_GPUS]:
+            yield from _of_gpu((replica, node, ("gpu", str(gpu.index)), ("uuid", _cut(gpu.uuid))), gpu)
 
 
 def _of_gpu(labels: Labels, gpu: GpuReading) -> Iterable[Sample]:
@@ -79,7 +74,7 @@ def _of_gpu(labels: Labels, gpu: GpuReading) -> Iterable[Sample]:
         yield name, labels, getattr(gpu, field)
     for clock, mhz in (("sm", gpu.sm_clock_mhz), ("memory", gpu.memory_clock_mhz)):
         if mhz is not None:
-            yield "gpu_clock_hertz", (*labels, ("clock", clock)), mhz * _MHZ
+            yield "gpu_clock_hertz", (*labels, ("clock", clock)), mhz * 1e6
     for reason in gpu.throttle[:MAX_WORDS]:
         yield "gpu_throttled", (*labels, ("reason", _cut(reason))), 1
 

@@ -21,26 +21,22 @@ from penstock.wire.http1 import RequestHead
 
 # The page holds no secret: it asks for the key itself, and reads the others with it.
 KEYLESS_PATHS: Final = frozenset((b"/dashboard",))
-PATHS: Final = KEYLESS_PATHS | {b"/metrics", b"/metrics/engines", b"/dashboard/live"}
-METHODS: Final = (b"GET", b"HEAD")
+MONITORING_PATHS: Final = KEYLESS_PATHS | {b"/metrics", b"/metrics/engines", b"/dashboard/live"}
+MONITORING_METHODS: Final = (b"GET", b"HEAD")
 
 
 class Monitoring:
     def __init__(
         self, accounting: Accounting, reporter: Reporter, engines: EngineMetrics, live: LiveFeed, token: str
     ) -> None:
-        self._accounting = accounting
-        self._reporter = reporter
-        self._engines = engines
-        self._live = live
+        self._accounting, self._reporter, self._engines, self._live = accounting, reporter, engines, live
         self._tokens = (token, scrape_key(engine_key(token)))
 
     def refuse(self, head: RequestHead) -> Answer | None:
-        """401 or 403 to a request for one of PATHS that neither the admin token nor the scrape key comes with."""
+        """401 or 403 to a request for one of MONITORING_PATHS without the admin token or the scrape key."""
         if head.path in KEYLESS_PATHS:
             return None
-        authorization = credential(head)
-        if has_token(authorization, self._tokens[0]) or has_token(authorization, self._tokens[1]):
+        if any(has_token(credential(head), token) for token in self._tokens):
             return None
         path, wanted = head.path.decode("latin-1"), "the admin token or the scrape key"
         if self._accounting.find(head) is not None:
@@ -51,7 +47,7 @@ class Monitoring:
         return error_answer(401, message, "invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
 
     def handle(self, request: Request, client: ClientConnection) -> Answer | None:
-        """The answer to a request for one of PATHS that `refuse` let pass; None when it is written later."""
+        """The answer to a request for one of MONITORING_PATHS that `refuse` let pass; None when it is written later."""
         path = request.head.path
         if path == b"/dashboard":
             return page_answer(request.head.get(b"if-none-match"))
@@ -60,6 +56,4 @@ class Monitoring:
         if path == b"/metrics/engines":
             self._engines.respond(request, client)
             return None
-        if path == b"/dashboard/live":
-            return self._live.handle(request, client)
-        return error_answer(404, f"there is nothing at {path.decode('latin-1')!r}", "not_found")
+        return self._live.handle(request, client)
