@@ -14,14 +14,11 @@ _MAX_KNOWN_HOSTS: Final = 64
 # https://www.rfc-editor.org/rfc/rfc9110#section-7.2, https://www.rfc-editor.org/rfc/rfc6454#section-6.2
 _HOST: Final = re.compile(rb"(?:\[([0-9A-Fa-f.]*:[0-9A-Fa-f:.]*)\]|([A-Za-z0-9._\-]+))(?::(\d{0,5}))?")
 _SCHEME: Final = re.compile(rb"[A-Za-z][A-Za-z0-9+.\-]*://")
-_LIMITS: Final = b", ".join(
-    b"x-ratelimit-%s-%s" % (what, kind)
-    for kind in (b"requests", b"tokens")
-    for what in (b"limit", b"remaining", b"reset")
-)
 _EXPOSED: Final = (
     b"access-control-expose-headers",
-    b"x-request-id, x-penstock-replica, server-timing, retry-after, " + _LIMITS,
+    b"x-request-id, x-penstock-replica, server-timing, retry-after, x-ratelimit-limit-requests,"
+    b" x-ratelimit-remaining-requests, x-ratelimit-reset-requests, x-ratelimit-limit-tokens,"
+    b" x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens",
 )
 
 

@@ -15,6 +15,7 @@ from penstock.gateway.config import UNIX, GatewayConfig, ServedModel, parse_addr
 from penstock.gateway.connections.client import BodyOwner, ClientConnection
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.forwarding import Forwarding
+from penstock.gateway.live.page import landing_answer
 from penstock.gateway.metrics.monitoring import MONITORING_METHODS, MONITORING_PATHS, Monitoring
 from penstock.gateway.origins import SITE_HEADERS, SiteRule, origin_headers, preflight_headers
 from penstock.gateway.request import BODY_ERRORS, Request, RequestFacts, UnreadableError, read_facts, rename_model
@@ -41,18 +42,6 @@ _POST_PATHS: Final = frozenset(
 )
 _SHOWN: Final = 200  # characters of an unknown name: it may be as long as a body
 _SITE_AND_VIA: Final = SITE_HEADERS | {b"via"}
-_LANDING: Final = b"""<!doctype html>
-<meta charset="utf-8"><title>penstock</title>
-<h1>penstock</h1>
-<p>This is the gateway of language models, with OpenAI's API. Set a client's base URL to this address and
-<code>/v1</code>.</p>
-<ul>
-<li><a href="v1/models">v1/models</a>: the models and whether they are ready
-<li><code>POST v1/chat/completions</code>: ask one
-<li><a href="dashboard">dashboard</a>: the deployment live
-<li><a href="health">health</a>, <a href="version">version</a>, <a href="load">load</a>, <a href="metrics">metrics</a>
-</ul>
-"""
 
 
 class Public:
@@ -137,7 +126,7 @@ class Public:
 
     def _answer_anyone(self, path: bytes) -> Answer:
         if path == b"/":
-            return Answer(200, _LANDING, b"text/html; charset=utf-8")
+            return landing_answer()
         if path == b"/version":
             return json_answer({"version": __version__})
         n_ready = sum(len(self._replicas.ready(model.name, self._context.now())) for model in self._replicas.models)

@@ -50,15 +50,12 @@ class NewsBoard:
         ]
         if self._newest is not None:
             news = self._newest.news
+            by_model: dict[Labels, float] = {
+                (("deployment", news.deployment), ("model", model)): news.desired_replicas for model in self._models
+            }
             families += [
                 ("replicas_desired", {(): news.desired_replicas}),
-                (
-                    "desired_replicas",
-                    {
-                        (("deployment", news.deployment), ("model", model)): news.desired_replicas
-                        for model in self._models
-                    },
-                ),
+                ("desired_replicas", by_model),
                 ("replicas", {(("state", state),): n for state, n in news.states.items()}),
                 ("controller_age_seconds", {(): round(max(0.0, now - self._newest.at), 3)}),
             ]

@@ -1,6 +1,5 @@
-"""The page of GET /dashboard: one document with its style and script inside, and a policy that allows no other.
-
-It holds no secret: its script reads /dashboard/live with the key of whoever looks.
+"""The page of GET /, and that of GET /dashboard: one document with its style and script inside, and a policy that
+allows no other. It holds no secret: its script reads /dashboard/live with the key of whoever looks.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ import base64
 import functools
 import hashlib
 from importlib import resources
-from typing import Final, NamedTuple
+from typing import Final
 
 from penstock.gateway.responses import Answer
 from penstock.wire.http1 import Headers
@@ -19,22 +18,22 @@ _SCRIPTS: Final = ("uPlot.iife.min.js", "stream.js", "elements.js", "charts.js",
 _HTML: Final = b"text/html; charset=utf-8"
 
 
-class _Page(NamedTuple):
-    document: bytes
-    etag: bytes
-    headers: Headers
+@functools.lru_cache(maxsize=1)
+def landing_answer() -> Answer:
+    """The page of GET /, which links to the others. Reads a file the first time."""
+    return Answer(200, resources.files(__package__).joinpath("landing.html").read_bytes(), _HTML)
 
 
 def page_answer(if_none_match: bytes | None) -> Answer:
     """The page, or 304 where the browser has it. Reads files the first time."""
-    page = _page()
-    if if_none_match is not None and page.etag in if_none_match:
+    page, etag = _page()
+    if if_none_match is not None and etag in if_none_match:
         return Answer(304, b"", _HTML, page.headers)
-    return Answer(200, page.document, _HTML, page.headers)
+    return page
 
 
 @functools.lru_cache(maxsize=1)
-def _page() -> _Page:
+def _page() -> tuple[Answer, bytes]:
     licence = f"/*! {_read('uPlot.LICENSE.txt')} */"
     style = "\n".join([licence, *map(_read, _STYLES)])
     script = "\n".join([licence, *map(_read, _SCRIPTS)])
@@ -51,7 +50,7 @@ def _page() -> _Page:
         (b"cache-control", b"no-cache"),
         (b"etag", etag),
     )
-    return _Page(document, etag, headers)
+    return Answer(200, document, _HTML, headers), etag
 
 
 def _read(name: str) -> str:

@@ -46,13 +46,12 @@ class _Family:
 
 
 class _Own:
-    """The labels of a replica: their names, each as it would clash, and the text of all."""
+    """The labels of a replica: their names and the text of all."""
 
-    __slots__ = ("clashes", "names", "text")
+    __slots__ = ("names", "text")
 
     def __init__(self, labels: Labels) -> None:
         self.names = tuple(name.encode() for name, _ in labels)
-        self.clashes = tuple(name + b'="' for name in self.names)
         self.text = b",".join(b'%s="%s"' % (name.encode(), escape_label(value).encode()) for name, value in labels)
 
 
@@ -131,9 +130,8 @@ def _insert(family: _Family, block: bytes, own: _Own) -> bytes | None:
     n_lines = block.count(b"\n")
     # All samples of a family have the same labels, as those who write them have it.
     line = block[: block.find(b"\n", 1)] if n_lines > 1 else block
-    for clash in own.clashes:
-        if clash in line:
-            return None
+    if any(name + b'="' in line for name in own.names):
+        return None
     if not family.opening:
         at = line.find(b"{")
         end = line.find(b'="', at)
