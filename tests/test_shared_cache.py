@@ -100,7 +100,7 @@ def first(gateway: Gateway, tmp_path: Path) -> Node:
 
 
 def holders(gateway: Gateway) -> list[Holder]:
-    rows = [row for posts in gateway.board._posts.values() for _, row in posts.values()]
+    rows = [view.post for view in gateway.board.rows(0.0)]
     return [msgspec.convert(row.content["holder"], Holder) for row in rows if row.content.get("holder")]
 
 

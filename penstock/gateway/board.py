@@ -5,8 +5,6 @@ Every node reaches the gateway on every target. It keeps the last post of each r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from penstock.wire.announcement import BoardView, Post, PostView
 
 FORGET_AFTER_S = 600.0
@@ -15,30 +13,27 @@ FORGET_AFTER_S = 600.0
 class RankBoard:
     def __init__(self, now: float) -> None:
         self._began = now
-        self._posts: dict[str, dict[int, tuple[float, Post]]] = {}
+        self._posts: dict[tuple[str, int], tuple[float, Post]] = {}  # by replica and rank, with their times
         self._successors: set[str] = set()  # instances that came while the one before them was ordered to leave
 
-    def rows(self, now: float) -> tuple[PostView, ...]:
-        """The last posts of all ranks of all replicas."""
-        return tuple(view for replica in self._posts for view in self._views(replica, now))
-
-    def _views(self, replica: str, now: float) -> Iterator[PostView]:
-        return (PostView(post, round(now - at, 3)) for at, post in self._posts[replica].values())
+    def rows(self, now: float, replica: str | None = None) -> tuple[PostView, ...]:
+        """The last posts of all ranks, by rank: of one replica, or of all of them."""
+        rows = [row for (name, _), row in self._posts.items() if replica in (None, name)]
+        rows.sort(key=lambda row: (row[1].replica, row[1].rank))
+        return tuple(PostView(post, round(now - at, 3)) for at, post in rows)
 
     def post(self, post: Post, now: float, *, must_leave: bool = False) -> BoardView:
         """Replaces the rank's last post and returns those of every rank.
 
         `must_leave`: the replica must leave. The order does not hold for a process that replaced one that left.
         """
-        rows = self._posts.setdefault(post.replica, {})
-        if must_leave and post.rank in rows and rows[post.rank][1].instance != post.instance:
+        _, before = self._posts.get((post.replica, post.rank), (0.0, post))
+        if must_leave and before.instance != post.instance:
             self._successors.add(post.instance)
         elif not must_leave:
             self._successors.discard(post.instance)
-        rows[post.rank] = (now, post)
-        for replica, posts_of in list(self._posts.items()):
-            self._posts[replica] = {rank: row for rank, row in posts_of.items() if now - row[0] < FORGET_AFTER_S}
-        self._posts = {replica: rows for replica, rows in self._posts.items() if rows}
-        self._successors &= {row.instance for rows in self._posts.values() for _, row in rows.values()}
-        posts = tuple(sorted(self._views(post.replica, now), key=lambda view: view.post.rank))
-        return BoardView(round(now - self._began, 3), posts, must_leave and post.instance not in self._successors)
+        self._posts[post.replica, post.rank] = (now, post)
+        self._posts = {key: row for key, row in self._posts.items() if now - row[0] < FORGET_AFTER_S}
+        self._successors &= {row.instance for _, row in self._posts.values()}
+        must_leave = must_leave and post.instance not in self._successors
+        return BoardView(round(now - self._began, 3), self.rows(now, post.replica), must_leave)

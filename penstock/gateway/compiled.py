@@ -110,11 +110,7 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        file = self._files.get(name)
-        if file is None:
-            return None
-        loader = importlib.machinery.ExtensionFileLoader(name, str(file))
-        return importlib.util.spec_from_file_location(name, file, loader=loader)
+        return importlib.util.spec_from_file_location(name, self._files[name]) if name in self._files else None
 
 
 def _files(place: Path) -> dict[str, Path]:
