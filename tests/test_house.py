@@ -43,7 +43,7 @@ ROOMS = {
     "targets/kubernetes/": (5996, 3400),
     "targets/cloudera/": (4174, 2390),
     "targets/vessl/": (2072, 1020),
-    "gateway/": (2897, 1710),
+    "gateway/": (2894, 1710),
     "gateway/metrics/": (956, 850),
     "gateway/accounting/": (2801, 2030),
     "gateway/connections/": (1124, 1050),

