@@ -191,5 +191,5 @@ def test_the_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     fields: tuple[Any, ...] = SizingRequest.__struct_fields__
     flags = {f"--{field.replace('_', '-')}" for field in fields}
-    flags -= {"--facts", "--prefix-caching", "--more-args", "--environment", "--links"}
+    flags -= {"--facts", "--prefix-caching", "--more-args", "--environment", "--links", "--sure-share"}
     assert [flag for flag in flags | {"--no-prefix-caching", "--plot", "--write", "--json"} if flag not in shown] == []

@@ -159,6 +159,11 @@ def test_a_model_with_states_is_started_with_as_many_requests_as_its_cache_block
     with pytest.raises(PlanError, match="max_num_seqs 1,024 is over the 343 cache blocks") as refused:
         on_gpus(**model, engine={"args": {"max-num-seqs": 1024}})
     assert refused.value.hint == "Set engine.args.max-num-seqs: 312, or use more GPUs."
+    # No graphs of decode steps, no rule; flags that are not counted halve what is promised.
+    for flag in ({"compilation-config": '{"cudagraph_mode": "PIECEWISE"}'}, {"optimization_level": 1}):
+        assert on_gpus(**model, engine={"args": {"max-num-seqs": 1024, **flag}}).args["max-num-seqs"] == 1024
+    unsure = on_gpus(**model, engine={"args": {"speculative-config": "{}", "seed": 1}})
+    assert unsure.args["max-num-seqs"] == 171 and unsure.warnings[1].endswith("fewer cache blocks than 171")
     with pytest.raises(PlanError, match="one request of") as refused:
         on_gpus(**model, engine={"gpu_memory_utilization": 0.85})
     assert str(refused.value.hint).startswith("Set engine.max_model_len: ")

@@ -183,7 +183,7 @@ def scale(recent: Recent, state: State, policy: Policy, now: float) -> Decision:
     asked = policy.replicas
     if state.t is not None and now < state.t - STALE_S:
         state = _moved(state, now - state.t - 1.0)
-    samples = sorted((sample for sample in recent.samples if sample.t <= now + STALE_S), key=_moment)
+    samples = sorted((each for each in recent.samples if each.t <= now + STALE_S), key=lambda sample: sample.t)
     before = _before(state, samples, asked)
     if not samples or now - samples[-1].t > STALE_S:
         return _decided(state, max(before, _floor(policy, now)), asked, f"keeps {before}: no sample for {STALE_S:g} s")
@@ -207,10 +207,6 @@ def scale(recent: Recent, state: State, policy: Policy, now: float) -> Decision:
     if floor > max(number, asked.min):
         number, reason = floor, f"needs {floor}: the schedule's minimum until {policy.start_s:.0f} s from now"
     return _decided(counted, number, asked, reason)
-
-
-def _moment(sample: Sample) -> float:
-    return sample.t
 
 
 def _before(state: State, samples: list[Sample], asked: Replicas) -> int:

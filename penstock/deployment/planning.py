@@ -48,11 +48,15 @@ def solve(
         network = catalog.link(request.network)
     key = _kept_under(request, gpu) if with_measured else None
     kept, damage = measured.read(key) if key is not None else ({}, ())
-    sizing = sizing_of(request, gpu, network, kept)
+    given = [word for word in request.more_args if word.startswith("--")]
+    flags = [word for word in given if bare_flag(word).partition(".")[0] in names.UNCOUNTED]
+    share = None if names.NO_DECODE_GRAPHS.match(" ".join(request.more_args)) else 0.5 if flags else 0.95
+    sizing = sizing_of(msgspec.structs.replace(request, sure_share=share), gpu, network, kept)
     if sizing.fits and sizing.layout is not None and key is not None:
         sizing = msgspec.structs.replace(sizing, start=measured.expected(measured.planned_key(key, sizing.layout)))
-    flags = [word for word in request.more_args if word.startswith("--") and bare_flag(word) in names.UNCOUNTED]
     uncounted = [f"the memory of {', '.join(flags)} is not modelled, and not counted"] if flags else []
+    if flags and sizing.most_seqs is not None:
+        uncounted.append(f"vLLM does not start if they leave fewer cache blocks than {sizing.settings.max_num_seqs:,}")
     notes = (*request.facts.notes, *damage, *uncounted)
     more = tuple(note for note in notes if note not in sizing.warnings)
     return msgspec.structs.replace(sizing, warnings=(*more, *sizing.warnings)) if more else sizing

@@ -173,13 +173,11 @@ def _users(inputs: SolveInputs, fit: MemoryFit) -> users.Users | None:
 
 def warnings(inputs: SolveInputs, sizing: Sizing, memory: Memory) -> Iterator[str]:
     yield from _difference(inputs)
-    request, gpu, settings = inputs.request, inputs.fabric.gpu, inputs.settings
-    if request.calibration is not None and sizing.layout is not None:
-        what = calibration.differs(request.calibration, sizing.layout, settings.engine_version)
-        if what:
-            yield f"the calibration was measured with {what}: its constants are used, the ranges stay wide"
-    cuda = inputs.memory.rules.wheels_cuda
-    yield from engine_limits.warnings(request, inputs.arch, gpu, settings, inputs.context, cuda)
+    request, gpu, settings, rules = inputs.request, inputs.fabric.gpu, inputs.settings, inputs.memory.rules
+    known, layout = request.calibration, sizing.layout
+    if known and layout and (what := calibration.differs(known, layout, settings.engine_version)):
+        yield f"the calibration was measured with {what}: its constants are used, the ranges stay wide"
+    yield from engine_limits.warnings(request, inputs.arch, gpu, settings, inputs.context, rules.wheels_cuda)
     if inputs.is_too_long:
         yield (
             f"requests of {inputs.longest_request:,} tokens are over max_model_len {settings.max_model_len:,}: the "

@@ -48,6 +48,7 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reserves_null_block: bool
     group_slack: float
     caches_states: bool
+    graphs_need_blocks: bool
     mamba2_checkpoints: bool
     gdn_checkpoints: bool
     has_sparse_attention: bool

@@ -100,6 +100,7 @@ def inputs_of(
         available_kv_bytes=tuple(int(gib * GIB) for gib in request.available_kv_gib),
         measured=measured,
         asked_seqs=request.max_num_seqs,
+        sure_share=request.sure_share if rules.graphs_need_blocks and not request.enforce_eager else None,
     )
     return SolveInputs(
         request,

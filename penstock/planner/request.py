@@ -20,7 +20,8 @@ class SizingRequest(msgspec.Struct, frozen=True):
 
     `gpu` is a catalogue id or a driver's name, `network` a catalogue id. `available_kv_gib` (one value, or one per
     pipeline stage) replaces the memory estimate. `more_args` (words of the engine's command line) and `environment`
-    ("NAME=value") are passed on. `links` is how this machine joins its GPUs; None: as the catalogue says.
+    ("NAME=value") are passed on. `links` is how this machine joins its GPUs; None: as the catalogue says. `sure_share`:
+    of the cache blocks of a model with states, those that will be there; None: it starts with any max_num_seqs.
     """
 
     facts: Facts
@@ -56,6 +57,7 @@ class SizingRequest(msgspec.Struct, frozen=True):
     environment: tuple[str, ...] = ()
     calibration: Calibrated | None = None
     links: Links | None = None
+    sure_share: float | None = 0.95
 
     @property
     def fixed_layout(self) -> Parallel | None:

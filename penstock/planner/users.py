@@ -67,12 +67,10 @@ def users(person: Person, capacity: Capacity, workload: Workload, speed_at: Call
 
 def _room(person: Person, capacity: Capacity) -> tuple[int, str]:
     by_cache = capacity.kv_tokens // max(1, person.context_tokens)
-    if by_cache <= capacity.max_num_seqs:
-        return (
-            by_cache,
-            f"KV cache: {capacity.kv_tokens:,} tokens / {person.context_tokens:,} a person = {by_cache:,} at once",
-        )
-    return capacity.max_num_seqs, f"max_num_seqs {capacity.max_num_seqs:,} at once"
+    if by_cache > capacity.max_num_seqs:
+        return capacity.max_num_seqs, f"max_num_seqs {capacity.max_num_seqs:,} at once"
+    share = f"{capacity.kv_tokens:,} tokens / {person.context_tokens:,} a person"
+    return by_cache, f"KV cache: {share} = {by_cache:,} at once"
 
 
 def _missed(speed: Speed, workload: Workload) -> str:
@@ -80,6 +78,5 @@ def _missed(speed: Speed, workload: Workload) -> str:
         ("time to first token", speed.ttft_ms.likely, workload.ttft_ms),
         ("time per token", speed.tpot_ms.likely, workload.tpot_ms),
     )
-    return next(
-        (f"{what}: {value:.3g} ms, at most {most:g}" for what, value, most in rows if most and value > most), ""
-    )
+    missed = [f"{what}: {value:.3g} ms, at most {most:g}" for what, value, most in rows if most and value > most]
+    return missed[0] if missed else ""

@@ -77,8 +77,7 @@ class Vllm(Engine):
         return "unknown"
 
     def loads(self, form: str, args: dict[str, Scalar | list[Scalar]]) -> bool:
-        is_dummy = any(args.get(key) == "dummy" for key in ("load-format", "load_format"))
-        return form in self.forms or (form == "none" and is_dummy)
+        return form in self.forms or (form == "none" and "dummy" in (args.get("load-format"), args.get("load_format")))
 
     def problems(self, args: dict[str, Scalar | list[Scalar]], version: str | None = None) -> list[Problem]:
         problems, version = [], version or self.version()
@@ -240,11 +239,8 @@ def pass_through(args: dict[str, Scalar | list[Scalar]]) -> list[str]:
 
 
 def _layout_flags(plan: Plan) -> list[str]:
-    argv = []
-    for field in ("tensor", "pipeline", "data"):
-        size = getattr(plan.layout, field)
-        if size > 1:
-            argv += [names.FLAGS[field], str(size)]
+    sizes = {field: getattr(plan.layout, field) for field in ("tensor", "pipeline", "data")}
+    argv = [word for field, size in sizes.items() if size > 1 for word in (names.FLAGS[field], str(size))]
     if plan.layout.expert:
         argv.append(names.FLAGS["expert"])
     if plan.layout.n_ranks > 1:

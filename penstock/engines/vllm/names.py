@@ -160,7 +160,11 @@ PLANNED = {
 UNCOUNTED = (
     *("speculative-config", "enable-lora", "cpu-offload-gb", "kv-cache-memory-bytes", "num-gpu-blocks-override"),
     *("decode-context-parallel-size", "prefill-context-parallel-size", "enable-eplb", "compilation-config"),
+    *("performance-mode", "mamba-cache-dtype", "mamba-ssm-cache-dtype", "mamba-block-size", "mamba-cache-mode"),
 )
+# Words without CUDA graphs of whole decode steps: levels below 2 have none, unless a mode is named (`config/vllm.py`).
+_LEVEL = r"(?!.*cudagraph[_-]mode).*--optimization-level o?[01]\b"
+NO_DECODE_GRAPHS = re.compile(rf".*cudagraph[_-]mode\W+(none|piecewise|[01])\b|{_LEVEL}", re.IGNORECASE)
 
 # Short forms of `vllm serve`; flags that take no value; and the flags that are certainly the engine's.
 SHORT_FLAGS = {

@@ -38,6 +38,7 @@ class MemoryInputs(msgspec.Struct, frozen=True):
     available_kv_bytes: tuple[int, ...] = ()
     measured: Mapping[Parallel, MemoryMeasurement] = {}
     asked_seqs: int | None = None  # max_num_seqs, unless it is the engine's default
+    sure_share: float | None = 0.95  # as in the request
 
     @property
     def budget_bytes(self) -> int:
@@ -172,19 +173,18 @@ class Memory:
 
     def _most_seqs(self, kv: KvPlan, available: tuple[Range, ...]) -> int | None:
         """vLLM captures no graph for more requests than blocks (`config/compilation.py`, vllm#38270)."""
-        if self.inputs.run.enforce_eager or not any(layer.state for layer in self.inputs.arch.layers):
+        if self.inputs.sure_share is None or not any(layer.state for layer in self.inputs.arch.layers):
             return None
         # Another start may measure a little less; below a half the engine is too tight to promise anything.
-        sure = min(0.95, *(stage.low / stage.likely for stage in available)) if available else 1.0
+        sure = min([self.inputs.sure_share, *(stage.low / stage.likely for stage in available)])
         return max(1, int(kv.num_blocks * max(0.5, sure)))
 
     def _weights_refusal(self, weights: int, estimate: Overhead) -> str:
         inputs = self.inputs
-        budget, rest = inputs.budget_bytes / GIB, estimate.in_budget.likely / GIB
-        room = f"{budget:.2f} GiB ({inputs.utilization:g} of {inputs.total_bytes / GIB:.2f})"
+        room = f"{inputs.budget_bytes / GIB:.2f} GiB ({inputs.utilization:g} of {inputs.total_bytes / GIB:.2f})"
         if weights >= inputs.budget_bytes:
             return f"weights take {weights / GIB:.2f} GiB of a GPU, the engine may use {room}"
         return (
-            f"weights take {weights / GIB:.2f} GiB of a GPU and the engine's own needs about {rest:.2f}; "
-            f"it may use {room}, nothing is left for KV cache"
+            f"weights take {weights / GIB:.2f} GiB of a GPU and the engine's own needs about "
+            f"{estimate.in_budget.likely / GIB:.2f}; it may use {room}, nothing is left for KV cache"
         )
