@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -160,23 +159,17 @@ def test_a_spot_reclaim_is_reported_and_up_starts_it_again(place: Rented) -> Non
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        pytest.param(
-            {"vessl": {"preset": "gpu-l4-small"}, "hardware": {"gpu": "l4"}}, ('"l4", but', "has no GPU"), id="no-gpu"
-        ),
-        pytest.param(
-            {"args": {"oom": "kv-cache"}}, ("could not start replica 0", "its last lines:", "KV cache"), id="engine"
-        ),
-    ],
-)
-def test_a_start_that_fails_in_the_container_ends_with_its_reason_and_leaves_nothing(
-    place: Rented, fields: dict[str, Any], words: tuple[str, ...]
-) -> None:
-    """VESSL calls the preset's machine one with an L4, and the container has none."""
-    done = call("up", place.write(**fields))
-    assert done.code != 0 and [word for word in words if word not in done.err] == [], done
+def test_a_start_that_fails_in_the_container_ends_with_its_reason_and_what_it_replaced_is_back(place: Rented) -> None:
+    run, key = up(place.write())
+    done = call("up", place.write(args={"oom": "kv-cache"}), "--replace")
+    words = ("could not start replica 0", "its last lines:", "KV cache", "What it was to replace is started again.")
+    assert done.code == 1 and [word for word in words if word not in done.err] == [], done
+    wait_ready(run)
+    ask(run, key=key)
+    assert call("down", "one").code == 0 and place.leftovers() == []
+    # VESSL calls the preset's machine one with an L4, and the container has none.
+    done = call("up", place.write(vessl={"preset": "gpu-l4-small"}, hardware={"gpu": "l4"}))
+    assert done.code != 0 and '"l4", but' in done.err and "has no GPU" in done.err, done
     until(lambda: not place.leftovers(), "nothing is left")
 
 

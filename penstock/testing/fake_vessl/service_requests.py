@@ -146,7 +146,7 @@ def _create_revision(call: Call) -> Any:
         raise Refused(400, "InvalidArgument", "; ".join(" ".join(row) for row in problems))
     variables = variables_of(call.world, form)
     number = max(service.revisions, default=0) + 1
-    folder = call.world.folder / f"service-{service.name}"
+    folder = call.world.folder / f"service-{service.name}-{len(call.world.deleted)}"
     revision = Revision(number, text, form, variables, folder, call.world.pace)
     service.revisions[number] = revision
     return _of_revision(service, revision)
