@@ -11,8 +11,8 @@ of finished requests stands for it. Two questions are asked each second, and the
 - What did the last seconds need? Work W that came within s seconds can be served in time by W / (s + slack) replicas.
 
 A queue is no load. While one stands, two and a half times the reserve is wanted, over the highest load of two minutes:
-never more, however long the queue is. One exception, since rates may be wrong: a queue that gets no shorter for a minute
-in which nothing starts orders one more. A dip begins the minute again: replicas that shorten a queue do what comes.
+never more, however long the queue is. One exception, since rates may be wrong: a queue that gets no shorter for a
+minute in which nothing starts orders one more. A dip begins it again: replicas that shorten a queue do what comes.
 
 What was needed once is kept for a time. Each number of replicas remembers when it was needed last, and the pauses after
 which it was needed again; it is kept over a pause where that cost less, in the past, than having to start again.
