@@ -1,4 +1,4 @@
-"""The gateway in a simulation: real forwarding, queue, retries, replica table and admin calls on a virtual event loop.
+"""The gateway in a simulation: real requests, queue, retries, replica table and admin calls on a virtual event loop.
 
 Connections are objects; bytes on them arrive later, in their order. Engines are scripted and speak HTTP.
 """
@@ -16,15 +16,17 @@ import msgspec
 from simulation_world import SimProcess
 
 from penstock.errors import PenstockError
+from penstock.gateway.accounting.record import Record
 from penstock.gateway.admin import AdminApi
 from penstock.gateway.config import GatewayConfig, ServedModel
 from penstock.gateway.connections import engine
 from penstock.gateway.connections.engine import Pool, UpstreamConnection
 from penstock.gateway.context import GatewayContext
-from penstock.gateway.forwarding import Forwarding
 from penstock.gateway.live.news import dated
 from penstock.gateway.metrics.counters import Counters
-from penstock.gateway.request import Request, RequestFacts
+from penstock.gateway.request import RequestFacts
+from penstock.gateway.requests.forwarded import ForwardedRequest
+from penstock.gateway.requests.sending import forward
 from penstock.gateway.responses import Answer
 from penstock.gateway.routing.queue import WaitingQueue
 from penstock.gateway.routing.replicas import ReplicaTable
@@ -344,9 +346,9 @@ class Gateway:
         self.clients.append(client)
         facts = RequestFacts(b"/v1/chat/completions", b"%d" % client.number, self.machine.time_s, 2)
         facts.model, facts.streams = MODEL, True
-        request = Request(parse_request(_HEAD), b"{}", b"%d" % client.number, self.machine.time_s)
-        forwarding = Forwarding(self.context, request, cast(Any, client), MODEL, facts)
-        self.run(forwarding.start)
+        record = Record(parse_request(_HEAD), facts, MODEL, "", self.machine.time_s)
+        forwarded = ForwardedRequest(self.context, record, b"{}", cast(Any, client))
+        self.run(lambda: forward(forwarded))
 
     def call(self, path: str, body: object) -> Any:
         """An admin call: what its answer says."""
@@ -374,8 +376,8 @@ class Gateway:
         if self.context.under_way and self.machine.time_s < ends_at:
             self.machine.after(0.1, lambda: self._end_when_idle(ends_at))
             return
-        for forwarding in tuple(self.context.under_way):
-            self.run(forwarding.cancel)  # type: ignore[attr-defined]
+        for request in tuple(self.context.under_way):
+            self.run(request.cancel)  # type: ignore[attr-defined]
         self.process.end(0)
 
     def _cut(self) -> None:

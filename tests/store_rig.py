@@ -16,9 +16,14 @@ import waiting
 
 from penstock.gateway.accounting.key_store import KeyStore
 from penstock.gateway.accounting.ledger import Ledger
+from penstock.gateway.accounting.record import Record
+from penstock.gateway.accounting.running_totals import Totals, new_totals
 from penstock.gateway.accounting.store import connect
 from penstock.gateway.accounting.store_writer import StoreWriter
 from penstock.gateway.accounting.usage_store import Row, UsageStore
+from penstock.gateway.config import GatewayConfig
+from penstock.gateway.request import RequestFacts
+from penstock.wire.http1 import parse_request
 
 NOW = 1_790_000_000.0  # 2026-09-21 in UTC
 
@@ -52,6 +57,24 @@ ROW = Row(0, NOW, "k", "m", "0", 10, 4, 5, 0, None, 1.5, "complete", 200, None, 
 
 def row(number: int, **changes: Any) -> Row:
     return msgspec.structs.replace(ROW, number=number, **changes)
+
+
+HEAD = parse_request(b"POST /v1/chat/completions HTTP/1.1\r\nhost: a")
+
+
+def record(**changes: Any) -> Record:
+    """A whole answer of 4 cached and 6 other tokens to 5, without its times."""
+    made = Record(HEAD, RequestFacts(b"/v1/chat/completions", b"r", 10.0, 10), "m", "10.0.0.9", NOW)
+    made.prompt_tokens, made.cached_tokens, made.output_tokens = 10, 4, 5
+    made.outcome, made.state, made.status, made.replica = "complete", "complete", 200, "0"
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def ledger_at(place: str, totals: Totals | None = None) -> Ledger:
+    config = GatewayConfig(listen="", admin="", admin_token_file="", models=(), auth="none", store=place)
+    return Ledger(config, new_totals() if totals is None else totals)
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 from gateway_rig import CHAT, KEY, KEY_HASH, SSE_HEAD, Gate, Rig, Seen, chunk, hang_up, rig_with, say
 from gateway_rig import TOKEN as ADMIN
-from store_rig import NOW, Store, row, writer_of
+from store_rig import NOW, Store, ledger_at, record, row, writer_of
 from virtual_loop import advance, loop
 
 from penstock.gateway.accounting import ledger, store_writer
 from penstock.gateway.accounting.key_store import Limits
-from penstock.gateway.accounting.running_totals import new_totals
 from penstock.gateway.accounting.usage_store import FOLD_ROWS, UsageStore, month_of
 from penstock.gateway.config import ServedModel
 from penstock.spec.gateway import Limits as ClientLimits
@@ -492,7 +491,7 @@ async def test_full_disk_stops_no_request_and_no_revocation(place: str, monkeypa
             n_sent += 1
         assert writer.is_failing
         await kept.call(lambda database: database.all("PRAGMA max_page_count = 100000"))
-        while writer.n_waiting:
+        while kept.n_waiting:
             await advance(0.002)
         assert writer.n_written + writer.n_lost == n_sent
         assert len(await rows(rig)) == writer.n_written
@@ -552,9 +551,9 @@ async def test_store_that_is_cut_short_is_noticed(place: str, tmp_path: Path, pa
 
 
 async def test_busy_turn_is_folded_and_a_calm_one_unfolds_it(place: str) -> None:
-    kept = ledger.Ledger(place, new_totals())
+    kept = ledger_at(place)
     for _ in range(2 * FOLD_ROWS):
-        kept.add(row(kept.next_number()))
+        kept.add(record())
     kept._turn()
     other = sqlite3.connect(place)
     counts = "SELECT (SELECT count(*) FROM requests), (SELECT count(*) FROM folded_requests)"

@@ -10,12 +10,11 @@ from typing import cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from store_rig import Store, writer_of
+from store_rig import Store, ledger_at, writer_of
 
 from penstock.errors import PenstockError
 from penstock.gateway.accounting import quota_sync
 from penstock.gateway.accounting.key_store import Limits
-from penstock.gateway.accounting.ledger import Ledger
 from penstock.gateway.accounting.quota import Quota, Refusal
 from penstock.gateway.accounting.quota_sync import QuotaSync
 from penstock.gateway.accounting.running_totals import new_totals
@@ -323,7 +322,7 @@ def place(tmp_path: Path) -> str:
 
 def test_two_ledgers_sync_totals_by_their_store(place: str) -> None:
     everybodys = [new_totals() for _ in range(2)]
-    ledgers = [Ledger(place, totals) for totals in everybodys]
+    ledgers = [ledger_at(place, totals) for totals in everybodys]
     first, second = (Quota("k", Limits(rpm=60, concurrency=1000), totals, time.monotonic()) for totals in everybodys)
     for ledger in (*ledgers, *ledgers):
         ledger._turn()

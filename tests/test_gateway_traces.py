@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from gateway_rig import CHAT, EVENTS, SSE_HEAD, STREAM, Rig, chunk, echo, rig_with, say
+from store_rig import record
 from virtual_loop import advance
 
 from penstock.gateway.slow_requests import KEPT_S, MAX_KEPT, SlowRequests
 from penstock.gateway.trace_context import TraceContext, Tracer
 from penstock.spec.gateway import Traces
 from penstock.wire.http1 import parse_request
-from penstock.wire.live import SlowRequest
 
 TRACE_ID, PARENT = "0af7651916cd43dd8448eb211c80319c", "00f067aa0ba902b7"
 VALID = f"00-{TRACE_ID}-{PARENT}-01"
@@ -84,17 +84,12 @@ async def test_requests_go_on_without_collector_and_disk(tmp_path: Path) -> None
 
 
 def test_the_slowest_are_kept_for_an_hour() -> None:
-    def slow(duration_s: float) -> SlowRequest:
-        return SlowRequest(0.0, "r", "", "m", "0", "complete", 200, duration_s, 0.0, 0.0, None, None)
-
     kept = SlowRequests()
-    for number in range(200):
-        if number > kept.least_s:
-            kept.add(slow(float(number)), float(number))
-    assert kept.least_s == 200 - MAX_KEPT
+    for number in range(200):  # each came at 10 s
+        kept.add(record(ended_at=10.0 + number))
+    assert len(kept.worst(200.0, 200)) == MAX_KEPT
     assert [request.duration_s for request in kept.worst(200.0, 3)] == [199, 198, 197]
-    assert [request.duration_s for request in kept.worst(KEPT_S + 198.5, 20)] == [199]
-    assert kept.least_s == -1.0
+    assert [request.duration_s for request in kept.worst(KEPT_S + 208.5, 20)] == [199]
     assert kept.worst(3 * KEPT_S, 20) == []
 
 

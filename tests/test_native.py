@@ -23,8 +23,8 @@ ON_COMPILED = """
 import sys
 from penstock.gateway import compiled
 assert compiled.activate() and compiled.is_active()
-import penstock.bench.load.connections, penstock.gateway.forwarding, penstock.wire.http1
-ours = (penstock.bench.load.connections, penstock.gateway.forwarding, penstock.wire.http1)
+import penstock.bench.load.connections, penstock.gateway.requests.sending, penstock.wire.http1
+ours = (penstock.bench.load.connections, penstock.gateway.requests.sending, penstock.wire.http1)
 assert not any(name.__file__.endswith(".py") for name in ours)
 import pytest
 raise SystemExit(pytest.main(sys.argv[1:]))

@@ -8,40 +8,35 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from store_rig import row
+from manual_world import ManualWorld
+from store_rig import record as ended
 
 from penstock.errors import UserError
 from penstock.gateway import service
 from penstock.gateway.accounting import access_log, span_export
 from penstock.gateway.accounting.access_log import AccessLog, write_lines
-from penstock.gateway.accounting.exchange import Exchange, Record
+from penstock.gateway.accounting.record import Record
 from penstock.gateway.accounting.span_export import SpanExporter, read_headers
 from penstock.gateway.accounting.spans import SpanWriter
 from penstock.gateway.request import RequestFacts
 from penstock.gateway.trace_context import TraceContext
 from penstock.wire.http1 import parse_request
 
+WORLD = ManualWorld(100.0)
 OFFSET_S = 1_790_000_000.0
 TRACE = TraceContext(b"0af7651916cd43dd8448eb211c80319c", b"b7ad6b7169203331", b"00f067aa0ba902b7", True)
 HOSTILE = 'x"\\\x1b[31m\u2028{}'
 
 
-def record(
-    head: str = "", path: str = "/v1/chat/completions", trace: TraceContext | None = TRACE, **row_: Any
-) -> Record:
+def record(head: str = "", path: str = "/v1/chat/completions", **changes: Any) -> Record:
     """A stream: received at 10 s, sent at 10.25, first byte at 10.5, last at 11, with 6 tokens."""
-    request = parse_request(f"POST {path}?secret=1 HTTP/1.1\r\nhost: a{head}".encode())
     facts = RequestFacts(path.encode(), b"id-1", 10.0, 10)
     facts.model, facts.streams = "alias", True
-    fields = {"at": OFFSET_S + 10, "duration_ms": 1010.0, "output_tokens": 6, "request_id": "id-1"} | row_
-    exchange = Exchange(request, facts, "complete", "10.0.0.9", True, 0.0, 0.25, 10.25, 10.5, 11.0, trace, "alice")
-    return row(1, **fields), exchange
-
-
-def changed(kept: Record, **changes: Any) -> Record:
-    return kept[0], msgspec.structs.replace(kept[1], **changes)
+    times = {"own_s": 0.25, "sent_at": 10.25, "first_at": 10.5, "last_at": 11.0, "ended_at": 11.01}
+    more = {"head": parse_request(f"POST {path}?secret=1 HTTP/1.1\r\nhost: a{head}".encode()), "facts": facts}
+    values = {"at": OFFSET_S + 10, "output_tokens": 6, "streams": True, "trace": TRACE, "key": "alice"}
+    return ended(**times | more | values | changes)
 
 
 def line_of(kept: Record) -> dict[str, Any]:
@@ -79,20 +74,21 @@ def test_a_line_has_what_happened_and_no_query() -> None:
         "ttft_ms": 500.0, "itl_mean_ms": 100.0, "duration_ms": 1010.0, "own_ms": 250.0, "user_agent": "openai/1",
         "client": "10.0.0.9",
     }  # fmt: skip
-    refused = changed(record(trace=None), outcome="no_replica", streams=False, sent_at=0.0, first_at=0.0, last_at=0.0)
+    refused = record(trace=None, outcome="no_replica", streams=False, sent_at=0.0, first_at=0.0, last_at=0.0)
     line = line_of(refused)
     assert [line[name] for name in ("trace_id", "ttft_ms", "itl_mean_ms")] == [None] * 3, "what did not happen is null"
 
 
 def test_hostile_values_stay_one_line_of_json() -> None:
-    kept = changed(record(f"\r\nuser-agent: {HOSTILE}".replace("\x1b", "\t")), key=HOSTILE)
+    agent = f"\r\nuser-agent: {HOSTILE}".replace("\x1b", "\t")
+    kept = record(agent, key=HOSTILE)
     assert line_of(kept)["key"] == HOSTILE
     assert "secret" not in write_lines([kept])[0].decode()
-    assert attributes(span_of(changed(kept, key=f"{HOSTILE}%d")))["penstock.key"] == f"{HOSTILE}%d"
-    (text,) = write_lines([changed(record(), key="a\r\nb\x00")])
+    assert attributes(span_of(record(agent, key=f"{HOSTILE}%d")))["penstock.key"] == f"{HOSTILE}%d"
+    (text,) = write_lines([record(key="a\r\nb\x00")])
     assert b"\r" not in text and text.count(b"\n") == 1
     bytes_of_latin_1 = parse_request(b"GET / HTTP/1.1\r\nhost: a\r\nuser-agent: \xff\xfe")
-    assert line_of(changed(record(), head=bytes_of_latin_1))["user_agent"] == "ÿþ"
+    assert line_of(ended(head=bytes_of_latin_1))["user_agent"] == "ÿþ"
 
 
 def test_a_span_hangs_below_its_parent_and_has_moments() -> None:
@@ -114,15 +110,15 @@ def test_a_span_hangs_below_its_parent_and_has_moments() -> None:
 
 
 def test_a_failed_span_says_why_and_a_held_one_how_long() -> None:
-    failed = changed(record(status=503), outcome="no_replica", sent_at=0.0, first_at=0.0, hold_s=0.5, own_s=0.0)
+    failed = record(status=503, outcome="no_replica", sent_at=0.0, first_at=0.0, hold_s=0.5, own_s=0.0)
     span = span_of(failed)
     assert (span["status"], attributes(span)["error.type"]) == ({"code": 2}, "no_replica")
     assert [each["name"] for each in span["events"]] == ["hold"]
     assert int(span["events"][0]["timeUnixNano"]) - int(span["startTimeUnixNano"]) == pytest.approx(5e8, abs=1000)
     assert attributes(span_of(record(status=500)))["error.type"] == "500"
-    assert "status" not in span_of(changed(record(status=499), outcome="client_gone"))
+    assert "status" not in span_of(record(status=499, outcome="client_gone"))
     assert span_of(record(path="/tokenize"))["name"] == "POST /tokenize"
-    held = changed(record(), hold_s=0.1, own_s=0.15)
+    held = record(hold_s=0.1, own_s=0.15)
     assert [each["name"] for each in span_of(held)["events"]] == ["hold", "connect", "first byte", "end"]
 
 
@@ -135,7 +131,7 @@ def test_files_are_rotated_and_two_writers_lose_no_line(tmp_path: Path, monkeypa
     logs = [AccessLog(str(place)) for _ in range(2)]
     assert place.stat().st_mode & 0o777 == 0o600
     for number in range(40):
-        logs[number % 2].write([b'{"n":%d}\n' % (number + 10)])
+        logs[number % 2].append([b'{"n":%d}\n' % (number + 10)])
     files = [place, *(tmp_path / f"access.log.{number}" for number in range(1, 6))]
     numbers = [json.loads(line)["n"] for file in reversed(files) if file.exists() for line in file.open()]
     assert numbers == list(range(50 - len(numbers), 50))
@@ -150,16 +146,16 @@ def test_a_file_that_another_program_renamed_is_left_to_it_and_stderr_is_never_c
 ) -> None:
     for _ in range(2):
         log = AccessLog("stderr")
-        log.write([b"{}\n"])
+        log.append([b"{}\n"])
         log.close()
     assert capfd.readouterr().err == "{}\n{}\n"
     place = tmp_path / "access.log"
     log = AccessLog(str(place))
-    log.write([b"1\n"])
+    log.append([b"1\n"])
     place.rename(tmp_path / "old")
-    log.write([b"2\n"])
+    log.append([b"2\n"])
     place.unlink()
-    log.write([b"3\n"])
+    log.append([b"3\n"])
     assert ((tmp_path / "old").read_text(), place.read_text()) == ("1\n", "3\n")
     log.close()
 
@@ -167,17 +163,17 @@ def test_a_file_that_another_program_renamed_is_left_to_it_and_stderr_is_never_c
 def test_a_full_disk_costs_lines_and_tears_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "access.log"
     log = AccessLog(str(place))
-    log.write([b"1\n"])
+    log.append([b"1\n"])
     with monkeypatch.context() as full:
         full.setattr(os, "write", lambda fd, data, write=os.write: write(fd, data[:3]))
-        log.write([b"2\n", b"333\n", b"4\n"])
+        log.append([b"2\n", b"333\n", b"4\n"])
 
         def fail(fd: int, data: bytes) -> int:
             raise OSError(28, "No space left on device")
 
         full.setattr(os, "write", fail)
-        log.write([b"5\n"])
-    log.write([b"6\n"])
+        log.append([b"5\n"])
+    log.append([b"6\n"])
     assert place.read_text() == "1\n2\n3\n6\n"
     assert log.n_lost == 3
     log.close()
@@ -205,7 +201,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Post:
             n_spans.append(len(json.loads(body)["resourceSpans"][0]["scopeSpans"][0]["spans"]))
             return answer
 
-        sender = SpanExporter("http://127.0.0.1:4318", SpanWriter("demo"), {"a": "b"})
+        sender = SpanExporter("http://127.0.0.1:4318", SpanWriter("demo"), {"a": "b"}, WORLD)
         monkeypatch.setattr(sender, "_post", post)
         return sender, n_spans
 
@@ -216,9 +212,11 @@ def test_spans_wait_for_a_collector_that_is_away_and_are_sent_once(exporter: Pos
     sender, n_spans = exporter(OSError("away"), (503, b""))
     sender.add([b"{}"] * 1500)
     for now in (100.0, 101.0, 105.0, 106.0, 114.0):
-        sender.send(now)
+        WORLD.time_s = now
+        sender.send()
         assert n_spans == ([] if now < 105 else [256])  # the one that was answered with 503
-    sender.send(116.0)
+    WORLD.time_s = 116.0
+    sender.send()
     assert (n_spans, sender.n_lost) == ([256, 256, 256, 256, 256, 256, 220], 0)
 
 
@@ -227,7 +225,7 @@ def test_lost_spans_are_counted(exporter: Post) -> None:
     sender, _ = exporter((400, b"bad"), (200, partial), (200, b"<html>"), OSError("away"))
     for n_lost in (1, 3, 3):
         sender.add([b"{}"])
-        sender.send(100.0)
+        sender.send()
         assert sender.n_lost == n_lost
     sender.add([b"{}"] * (span_export.MAX_WAITING + 5))
     assert sender.n_lost == 8

@@ -18,11 +18,10 @@ from typing import Any, get_args
 import msgspec
 import pytest
 import test_gateway_quota
-from store_rig import NOW, Store, empty, postgres, row, store, writer_of
+from store_rig import NOW, Store, empty, ledger_at, postgres, record, row, store, writer_of
 
 from penstock.errors import PenstockError, UserError
 from penstock.gateway.accounting.key_store import Limits, check_new_key, hash_of, new_secret
-from penstock.gateway.accounting.ledger import Ledger
 from penstock.gateway.accounting.running_totals import new_totals
 from penstock.gateway.accounting.store import BUSY_S, SCHEMA_VERSION, check, connect, share
 from penstock.gateway.accounting.usage_store import DAY_S, FOLD_ROWS, GpuUse, Grouping, Row, UsageStore, day_of
@@ -148,7 +147,7 @@ def test_postgres_keeps_what_sqlite_keeps_and_is_found_again(postgres: str) -> N
     empty(postgres).close()
     test_gateway_quota.test_two_ledgers_sync_totals_by_their_store(postgres)
     totals = new_totals()
-    ledger, pid = Ledger(postgres, totals), "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+    ledger, pid = ledger_at(postgres, totals), "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
     totals["key:k:requests"].own = 1
     ledger._turn()
     with Store(postgres) as opened, Store(postgres) as other:
@@ -203,17 +202,15 @@ def test_all_that_is_wrong_with_a_key_is_told_together() -> None:
 _WRITER = """
 import asyncio, sys, time
 sys.path.insert(0, {tests!r})
-from store_rig import row
-from penstock.gateway.accounting.ledger import Ledger
-from penstock.gateway.accounting.running_totals import new_totals
+from store_rig import ledger_at, record
 
 async def main():
-    ledger = Ledger({place!r}, new_totals())
+    ledger, number = ledger_at({place!r}), 0
     ledger.start(lambda news: None)
     while True:
         for _ in range(50):
-            number = ledger.next_number()
-            ledger.add(row(number))
+            number += 1
+            ledger.add(record())
         print(time.monotonic(), number, flush=True)
         await asyncio.sleep(0.005)
 
@@ -401,9 +398,9 @@ def place(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("n_rows", [3, FOLD_ROWS + 3])
 def test_row_that_can_never_be_stored_is_dropped_and_counted(place: str, n_rows: int) -> None:
-    kept = Ledger(place, new_totals())
+    kept = ledger_at(place)
     for number in range(n_rows):
-        kept.add(row(kept.next_number(), prompt_tokens=2**70 if number == 1 else 5))
+        kept.add(record(prompt_tokens=2**70 if number == 1 else 5))
     kept._turn()
     writer = writer_of(kept)
     assert (writer.is_failing, writer.n_lost, writer.n_written, writer.n_waiting) == (False, 1, n_rows - 1, 0)
@@ -413,7 +410,7 @@ def test_row_that_can_never_be_stored_is_dropped_and_counted(place: str, n_rows:
 
 def test_rows_that_come_while_a_turn_writes_are_the_next_turns(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a busy gateway's turn never ends, writes a few rows at a time, and each time takes the loop's lock."""
-    kept = Ledger(place, new_totals())
+    kept = ledger_at(place)
     add_rows = UsageStore.add_rows
     writes: list[list[int]] = []
 
@@ -421,20 +418,20 @@ def test_rows_that_come_while_a_turn_writes_are_the_next_turns(place: str, monke
         assert len(writes) < 5
         writes.append([line.number for line in batch])
         add_rows(store, writer, batch, is_again=is_again)
-        kept.add(row(kept.next_number()))
+        kept.add(record())
 
     monkeypatch.setattr(UsageStore, "add_rows", busy)
-    kept.add(row(kept.next_number()))
+    kept.add(record())
     for n_turns in (1, 2):
         kept._turn()
-        assert (writer_of(kept).n_written, writer_of(kept).n_waiting) == (n_turns, 1)
+        assert (writer_of(kept).n_written, kept.n_waiting) == (n_turns, 1)
     assert writes == [[1], [2]]
     kept.close()
 
 
 def test_ledger_prunes_only_when_asked_and_every_ten_minutes(place: str) -> None:
     store = Store(place)
-    kept = Ledger(place, new_totals())
+    kept = ledger_at(place)
     for number, (keep_days, n_rows) in enumerate([(None, 1), (1, 0), (1, 1)]):
         store.usage.add_rows("old", [row(number, at=5.0)] if number != 1 else [])
         writer_of(kept).keep_days = keep_days

@@ -28,12 +28,13 @@ SWITCH = "PENSTOCK_NATIVE"
 # What a request and a chunk pass through. Not those with msgspec structs whose options matter: mypyc drops them.
 MODULES = (
     *("penstock.bench.load.kernel_timestamps", "penstock.bench.load.connections", "penstock.wire.http1"),
-    *("penstock.gateway.context", "penstock.gateway.forwarding", "penstock.gateway.public"),
+    *("penstock.gateway.context", "penstock.gateway.public", "penstock.gateway.requests.forwarded"),
+    *("penstock.gateway.requests.sending", "penstock.gateway.requests.streaming"),
     *("penstock.gateway.request", "penstock.gateway.retries", "penstock.gateway.streams"),
-    *("penstock.gateway.slow_requests", "penstock.gateway.trace_context"),
+    *("penstock.gateway.slow_requests", "penstock.gateway.trace_context", "penstock.gateway.metrics.counters"),
     *("penstock.gateway.accounting.keys", "penstock.gateway.accounting.entry", "penstock.gateway.accounting.quota"),
-    *("penstock.gateway.accounting.running_totals", "penstock.gateway.accounting.token_usage"),
-    "penstock.gateway.metrics.counters",
+    *("penstock.gateway.accounting.record", "penstock.gateway.accounting.running_totals"),
+    "penstock.gateway.accounting.token_usage",
     *("penstock.gateway.connections.client", "penstock.gateway.connections.engine"),
     *("penstock.gateway.routing.replicas", "penstock.gateway.routing.health", "penstock.gateway.routing.policies"),
 )

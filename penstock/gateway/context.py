@@ -27,9 +27,9 @@ HEARD_S: Final = 1.0
 
 
 class UnderWay(Protocol):
-    """A request between its arrival and its end: `forwarding.Forwarding`, which imports this module."""
+    """A request between its arrival and its end: `ForwardedRequest`, whose module imports this one."""
 
-    def bear_silence(self, now: float) -> None: ...
+    def check(self, now: float) -> None: ...
 
 
 class GatewayContext:
@@ -93,8 +93,8 @@ class GatewayContext:
 
     def look_after(self, now: float) -> None:
         """Once a second: looks after exchanges whose engine is silent, and lets waiting requests look again."""
-        for forwarding in tuple(self.under_way):
-            forwarding.bear_silence(now)
+        for request in tuple(self.under_way):
+            request.check(now)
         for model in self.replicas.models:
             self.wake_sleeper(model.name, now)
             if self.replicas.ready(model.name, now):

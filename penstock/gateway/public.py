@@ -8,17 +8,18 @@ from urllib.parse import parse_qs, unquote
 
 from penstock import __version__
 from penstock.gateway.accounting.entry import Accounting
-from penstock.gateway.accounting.exchange import Exchange
 from penstock.gateway.accounting.keys import KeyHolder
+from penstock.gateway.accounting.record import Record
 from penstock.gateway.body_fields import ModelRow
 from penstock.gateway.config import UNIX, GatewayConfig, ServedModel, parse_address
 from penstock.gateway.connections.client import BodyOwner, ClientConnection
 from penstock.gateway.context import GatewayContext
-from penstock.gateway.forwarding import Forwarding
 from penstock.gateway.live.page import landing_answer
 from penstock.gateway.metrics.monitoring import MONITORING_METHODS, MONITORING_PATHS, Monitoring
 from penstock.gateway.origins import SITE_HEADERS, SiteRule, origin_headers, preflight_headers
 from penstock.gateway.request import BODY_ERRORS, Request, RequestFacts, UnreadableError, read_facts, rename_model
+from penstock.gateway.requests.forwarded import ForwardedRequest
+from penstock.gateway.requests.sending import forward
 from penstock.gateway.responses import Answer, error_answer, json_answer
 from penstock.gateway.routing.replicas import NO_HINTS, RoutingHints
 from penstock.wire.http1 import Headers, RequestHead
@@ -181,17 +182,18 @@ class Public:
             if name is None:
                 return error_answer(400, "the request names no model, and several are served", "model_missing", "model")
             return _unknown_model(name)
+        record = Record(head, facts, model, client.address, self._context.unix())
         if holder is not None and not holder.may_use(name or model, *self._names[model]):
-            exchange = Exchange(head, facts, "refused", client.address, False) if self._accounting.logs_all else None
-            self._accounting.refuse(facts, model, holder, exchange)
+            self._accounting.refuse(record, holder)
             return _forbidden_model(name or model)
         try:
             if name in self._foreign_aliases and request.body:
                 request.body = rename_model(request, self._foreign_aliases[name])
-            entry = self._accounting.open(facts, model, holder, request.body)
+            entry = self._accounting.open(record, holder, request.body)
         except BODY_ERRORS as problem:  # compiled, a name has the type of its first `except` in the function
             return error_answer(400, f"the request body cannot be read: {problem}", "invalid_body")
-        Forwarding(self._context, request, client, model, facts).start(self._hints(facts, name, place), entry)
+        forwarded = ForwardedRequest(self._context, record, request.body, client)
+        forward(forwarded, self._hints(facts, name, place), entry)
         return None
 
     def _hints(self, facts: RequestFacts, name: str | None, place: tuple[str, str] | None) -> RoutingHints:

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from penstock.errors import UserError
-from penstock.gateway.accounting.exchange import Record, text
+from penstock.gateway.accounting.record import Record, text
 from penstock.spec.gateway import STDERR
 from penstock.text import MIB
 
@@ -57,31 +57,29 @@ _encode = msgspec.json.Encoder().encode
 
 def write_line(record: Record, second: str, milliseconds: int) -> bytes:
     """The line of a request that came at `second`. Control characters of a client are escaped."""
-    row, exchange = record
-    stream_s = exchange.last_at - exchange.first_at
-    gap_ms = stream_s / (row.output_tokens - 1) * 1000 if exchange.streams and row.output_tokens > 1 else None
-    first_s = exchange.first_at - exchange.facts.received_at if exchange.streams and exchange.first_at else None
+    stream_s, first_s = record.last_at - record.first_at, record.first_token_s
+    gap_ms = stream_s / (record.output_tokens - 1) * 1000 if record.streams and record.output_tokens > 1 else None
     line = Line(
         f"{second}.{milliseconds:03d}Z",
-        row.request_id,
-        exchange.trace.trace_id.decode() if exchange.trace is not None else None,
-        exchange.key,
-        row.model,
-        row.replica,
-        text(exchange.head.method),
-        text(exchange.head.path),
-        row.status,
-        exchange.outcome,
-        row.prompt_tokens,
-        row.cached_tokens,
-        row.output_tokens,
-        round(exchange.hold_s * 1000, 3),
+        text(record.facts.request_id),
+        record.trace.trace_id.decode() if record.trace is not None else None,
+        record.key,
+        record.model,
+        record.replica,
+        text(record.head.method),
+        text(record.head.path),
+        record.status,
+        record.outcome,
+        record.prompt_tokens,
+        record.cached_tokens,
+        record.output_tokens,
+        round(record.hold_s * 1000, 3),
         first_s and round(first_s * 1000, 3),
         gap_ms and round(gap_ms, 3),
-        round(row.duration_ms, 3),
-        round(exchange.own_s * 1000, 3),
-        text(exchange.head.get(b"user-agent") or b""),
-        exchange.client,
+        round(record.duration_s * 1000, 3),
+        round(record.own_s * 1000, 3),
+        text(record.head.get(b"user-agent") or b""),
+        record.client,
     )
     return _encode(line) + b"\n"
 
@@ -89,7 +87,7 @@ def write_line(record: Record, second: str, milliseconds: int) -> bytes:
 def write_lines(records: Sequence[Record]) -> list[bytes]:
     lines, last, second = [], -1, ""
     for record in records:
-        at = record[0].at
+        at = record.at
         if int(at) != last:
             last = int(at)
             second = strftime("%Y-%m-%dT%H:%M:%S", gmtime(last))
@@ -122,7 +120,10 @@ class AccessLog:
             os.close(self._fd)
             self._fd = -1
 
-    def write(self, lines: Sequence[bytes]) -> None:
+    def write(self, records: Sequence[Record]) -> None:
+        self.append(write_lines(records))
+
+    def append(self, lines: Sequence[bytes]) -> None:
         """Appends lines, or counts them as lost. One call of the system: lines of several workers do not mix."""
         data = b"\n" + b"".join(lines) if self._is_torn else b"".join(lines)
         n_written = 0

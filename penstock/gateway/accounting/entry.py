@@ -1,6 +1,6 @@
 """Keys and quotas before a request, one ledger row after it. In memory only: the ledger's thread does the rest.
 
-`forwarding` feeds an Entry: `start`, `begin` with the response's head, `feed` with every piece, `end`.
+`requests` feeds an Entry: `start`, `begin` with the response's head, `feed` with every piece, `end`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ from dataclasses import dataclass, field
 from time import gmtime
 from typing import Final
 
-from penstock.gateway.accounting.exchange import Exchange
 from penstock.gateway.accounting.keys import KeyHolder, Keyring, credential
 from penstock.gateway.accounting.ledger import Ledger
 from penstock.gateway.accounting.quota import Quota, Refusal
-from penstock.gateway.accounting.request_log import RequestLog
+from penstock.gateway.accounting.record import OUTCOMES, Record
 from penstock.gateway.accounting.running_totals import new_totals
 from penstock.gateway.accounting.store_writer import News
 from penstock.gateway.accounting.token_usage import MAX_TOKENS, BodyWatch, StreamStrip, StreamWatch, ask_for_usage
-from penstock.gateway.accounting.usage_store import Row, State
+from penstock.gateway.accounting.usage_store import State
 from penstock.gateway.body_fields import Usage
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.metrics.counters import MAX_SERIES, Family, Labels
-from penstock.gateway.request import RequestFacts
 from penstock.gateway.responses import Answer, error_answer
 from penstock.spec.gateway import Price
 from penstock.wire.http1 import Headers, RequestHead, ResponseHead, find_header
@@ -53,16 +51,6 @@ OUTPUT_TOKENS = 256  # reserved where the client sets no limit
 BYTES_PER_TOKEN = 4.0  # of a request's body, until a model's own replies tell better
 PROMPT_TOKENS_MAX = 131_072
 _LEARNING, _LEARN_FROM_TOKENS = 0.05, 32
-# State, and status where none was sent; 499 is nginx's for a client that left before its answer.
-OUTCOMES: Final[dict[str, tuple[State, int]]] = {
-    "complete": ("complete", 0),
-    "client_gone": ("client-cancelled", 499),
-    "broken": ("engine-failed", 502),
-    "late": ("engine-failed", 504),
-    "no_replica": ("refused", 503),
-    "queue_full": ("refused", 429),
-    "refused": ("refused", 429),
-}
 _WORDS: Final = {
     "requests": ("rate_limit_exceeded", "{limit:g} requests a minute"),
     "tokens": ("rate_limit_exceeded", "{limit:g} tokens a minute"),
@@ -71,13 +59,23 @@ _WORDS: Final = {
 }
 
 
-class KeyCount:
-    """What one key used of one model."""
+class UseCount:
+    """What was used of one model: by all, or by one key."""
 
     __slots__ = ("n_cached", "n_output", "n_prompt", "n_requests")
 
     def __init__(self) -> None:
         self.n_requests = self.n_prompt = self.n_cached = self.n_output = 0
+
+    def add(self, record: Record) -> None:
+        self.n_requests += 1
+        self.n_prompt += record.prompt_tokens
+        self.n_cached += record.cached_tokens
+        self.n_output += record.output_tokens
+
+    def by_kind(self, labels: Labels) -> dict[Labels, float]:
+        counts = (("prompt", self.n_prompt), ("cached", self.n_cached), ("output", self.n_output))
+        return {(*labels, ("kind", kind)): n for kind, n in counts}
 
 
 @dataclass
@@ -86,12 +84,10 @@ class Account:
 
     price: Price | None = None
     n_rows: Counter[State] = field(default_factory=Counter)
-    n_prompt: int = 0
-    n_cached: int = 0
-    n_output: int = 0
+    count: UseCount = field(default_factory=UseCount)
     bytes_per_token: float = BYTES_PER_TOKEN
     tokens_per_event: float = 1.0
-    by_key: dict[str, KeyCount] = field(default_factory=dict)  # by its name
+    by_key: dict[str, UseCount] = field(default_factory=dict)  # by its name
 
     def learn(self, usage: Usage, n_body_bytes: int, n_events: int) -> None:
         if usage.prompt_tokens >= _LEARN_FROM_TOKENS:
@@ -111,10 +107,8 @@ class Accounting:
         self.now: Callable[[], float] = world.now
         self.unix: Callable[[], float] = world.unix
         self.running_totals = new_totals()
-        log = RequestLog(config, world) if config.access_log is not None or config.traces is not None else None
-        has_ledger = config.store is not None or log is not None
-        self.ledger = Ledger(config.store, self.running_totals, log, world) if has_ledger else None
-        self.logs_all = config.access_log is not None
+        wanted = (config.store, config.access_log, config.traces)
+        self.ledger = Ledger(config, self.running_totals, world) if any(each is not None for each in wanted) else None
         self.keyring = Keyring(config.key_hashes, self.running_totals)
         self.n_unknown_keys = 0
         self.refusals: Counter[str] = Counter()  # by limit
@@ -161,16 +155,17 @@ class Accounting:
             log.warning("store: its keys are %s", state)
         self._are_keys_late = are_late
 
-    def open(self, facts: RequestFacts, model: str, holder: KeyHolder | None, body: bytes = b"") -> Entry | None:
+    def open(self, record: Record, holder: KeyHolder | None, body: bytes = b"") -> Entry | None:
         """An entry for a request that is about to be forwarded; None where nothing is counted."""
         if self.ledger is None and (holder is None or not holder.quota.is_limited):
             return None
-        return Entry(self, facts, model, holder, body)
+        return Entry(self, record, holder, body)
 
-    def refuse(self, facts: RequestFacts, model: str, holder: KeyHolder, exchange: Exchange | None) -> None:
-        """Records a request for a model that its key may not use."""
-        if (entry := self.open(facts, model, holder)) is not None:
-            entry.refuse(403, exchange)
+    def refuse(self, record: Record, holder: KeyHolder) -> None:
+        """Writes down a request for a model that its key may not use."""
+        if (entry := self.open(record, holder)) is not None:
+            record.status, record.ended_at = 403, self.now()
+            entry.end(was_read=False)
 
     def over_limit(self, refusal: Refusal, holder: KeyHolder, now: float) -> Answer:
         self.refusals[refusal.kind] += 1
@@ -187,10 +182,10 @@ class Accounting:
             self._accounts[model] = Account(self._prices.get(model))
         return self._accounts[model]
 
-    def count_key(self, account: Account, name: str) -> KeyCount:
+    def count_key(self, account: Account, name: str) -> UseCount:
         """The counts of a key that asks for this model for the first time; beyond MAX_SERIES all are "other"."""
         n_series = sum(len(each.by_key) for each in self._accounts.values())
-        return account.by_key.setdefault(name if n_series < MAX_SERIES else "other", KeyCount())
+        return account.by_key.setdefault(name if n_series < MAX_SERIES else "other", UseCount())
 
     def charge(self, key_id: str, cost_usd: float, quota: Quota | None) -> None:
         self._submitted_usd[key_id] = self._submitted_usd.get(key_id, 0.0) + cost_usd
@@ -205,30 +200,22 @@ class Accounting:
         if ledger is None:
             return families
         if self._store is not None:
-            families += [
-                ("ledger_rows_waiting", {(): self._store.n_waiting}),
-                ("ledger_rows_lost_total", {(): self._store.n_lost}),
-                ("store_failures_total", {(): self._store.n_failures}),
-                ("store_up", {(): int(not self._store.is_failing)}),
-                ("store_keys_age_seconds", {(): self.keys_age_s}),
-            ]
+            families.append(("store_keys_age_seconds", {(): self.keys_age_s}))
         tokens, rows, key_requests, key_tokens = (dict[Labels, float]() for _ in range(4))
         for model, account in self._accounts.items():
-            counts = (("prompt", account.n_prompt), ("cached", account.n_cached), ("output", account.n_output))
-            tokens |= {(("model", model), ("kind", kind)): n for kind, n in counts}
+            tokens |= account.count.by_kind((("model", model),))
             rows |= {(("model", model), ("state", state)): n for state, n in account.n_rows.items()}
             for name, count in account.by_key.items():
                 labels = (("key", name), ("model", model))
                 key_requests[labels] = count.n_requests
-                counts = (("prompt", count.n_prompt), ("cached", count.n_cached), ("output", count.n_output))
-                key_tokens |= {(*labels, ("kind", kind)): n for kind, n in counts}
+                key_tokens |= count.by_kind(labels)
         return [
             *families,
             ("tokens_total", tokens),
             ("ledger_requests_total", rows),
             ("key_requests_total", key_requests),
             ("key_tokens_total", key_tokens),
-            *(ledger.request_log.families() if ledger.request_log is not None else ()),
+            *ledger.families(),
         ]
 
     def _on_news(self, news: News) -> None:
@@ -250,23 +237,19 @@ class Entry:
     # Defaults stay with the class: most requests set few of them.
     strips_usage = False
     is_held = False  # `take_held` decides
-    _first_at: float | None = None
     _is_open = False  # its share of the limits is taken
-    _is_stream = False
     _n_reserved = 0
     _n_token_chunks = 0
-    _status = 0
 
-    def __init__(
-        self, accounting: Accounting, facts: RequestFacts, model: str, holder: KeyHolder | None, body: bytes
-    ) -> None:
+    def __init__(self, accounting: Accounting, record: Record, holder: KeyHolder | None, body: bytes) -> None:
         self._accounting = accounting
-        self._facts = facts
-        self._model = model
+        self._record = record
+        self._facts = facts = record.facts
         self._holder = holder
-        self._at = accounting.unix()
         self.body = body
         self._watch: Watch | None = None
+        if holder is not None:
+            record.key_id, record.key = holder.id, holder.name
         if facts.streams and not facts.wants_usage:
             self.strips_usage = _GENERATING.get(facts.path, _NOTHING)[0]
             if self.strips_usage and body:
@@ -288,7 +271,6 @@ class Entry:
         if refusal.is_unsure:
             self.is_held = True
             return None
-        self._status = 429
         return self._accounting.over_limit(refusal, holder, now)
 
     async def take_held(self) -> Answer | None:
@@ -308,38 +290,27 @@ class Entry:
         finally:
             holder.quota.n_held -= 1
             self.is_held = False
-        if refusal is None:
-            return None
-        self._status = 429
-        return self._accounting.over_limit(refusal, holder, now())
+        return None if refusal is None else self._accounting.over_limit(refusal, holder, now())
 
     def headers(self) -> Headers:
         holder = self._holder
         return holder.quota.headers(self._accounting.now()) if holder is not None and holder.quota.is_limited else ()
 
-    def begin(self, head: ResponseHead, is_stream: bool) -> None:
+    def begin(self, head: ResponseHead) -> None:
         """The response that the client gets begins; not called for an answer that leads to a retry."""
         self.body = b""  # up to 32 MiB, and it will not be sent again
-        self._status = head.status
-        headers = head.headers
-        if head.status >= 300 or find_header(headers, b"content-encoding") not in (None, b"identity"):
+        if head.status >= 300 or find_header(head.headers, b"content-encoding") not in (None, b"identity"):
             return
-        if not is_stream:
+        if not self._record.streams:
             self._watch = BodyWatch()
-            return
-        self._is_stream = True
-        if self.strips_usage and head.length is None:
+        elif self.strips_usage and head.length is None:
             self._watch = StreamStrip()
         else:
             self._watch = StreamWatch(_GENERATING.get(self._facts.path, _NOTHING)[1])
 
     def feed(self, data: bytes, is_end: bool) -> bytes:
         """Takes the next piece of the response's body; returns what the client gets now."""
-        if (watch := self._watch) is None:
-            return data
-        if self._is_stream and data and self._first_at is None:
-            self._first_at = self._accounting.now()
-        return watch.feed(data, is_end)
+        return data if (watch := self._watch) is None else watch.feed(data, is_end)
 
     def add_token_chunks(self, n_chunks: int) -> None:
         """Counts events of one token each, which passed without `feed`."""
@@ -350,97 +321,62 @@ class Entry:
         has_mark = _GENERATING.get(self._facts.path, _NOTHING)[1] is not None
         return watch.n_events + (0 if has_mark else self._n_token_chunks)
 
-    @property
-    def logs_all(self) -> bool:
-        """Whether the request log needs an `exchange`, also of a request that no trace samples."""
-        return self._accounting.logs_all
+    def end(self, *, was_read: bool) -> None:
+        """Complete the record by what was used, and give it to the ledger.
 
-    def end(self, outcome: str, replica: str, exchange: Exchange | None = None, *, was_read: bool = False) -> Usage:
-        """Writes one row; returns what was counted. `outcome` is that of `forwarding`; `exchange`: for the log.
-
-        `was_read`: an engine got the request, and did not answer that it failed.
+        `was_read`: an engine got the request, and did not answer that it failed or that the request is wrong.
         """
-        if exchange is not None and self._holder is not None:
-            exchange.key = self._holder.name
-        accounting, facts, watch, holder = self._accounting, self._facts, self._watch, self._holder
-        account = accounting.account(self._model)
-        usage, is_estimate = watch.usage() if watch is not None else None, 0
+        accounting, record, watch, holder = self._accounting, self._record, self._watch, self._holder
+        facts, outcome, account = record.facts, record.outcome, accounting.account(record.model)
+        record.state = self._state()
+        usage = watch.usage() if watch is not None else None
         if usage is not None and max(usage.prompt_tokens, usage.output_tokens) >= MAX_TOKENS:
             usage = None  # it would take the key's budget and its tokens for years
         if usage is not None and watch is not None:
             account.learn(usage, facts.n_body_bytes, self._n_events(watch))
-        elif was_read and self._status < 300 and (facts.path in _GENERATING or outcome != "complete"):
-            usage, is_estimate = self._estimate(watch, account, outcome), 1
-        else:
-            usage = Usage(0, 0, 0)
-        n_prompt, n_cached, n_output = usage.prompt_tokens, usage.cached_tokens, usage.output_tokens
+        elif was_read and (facts.path in _GENERATING or outcome != "complete"):
+            usage, record.is_estimate = self._estimate(watch, account), True
+        n_used = 0
+        if usage is not None:
+            record.prompt_tokens, record.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+            record.output_tokens = usage.output_tokens
+            n_used = usage.prompt_tokens + usage.output_tokens
         quota = holder.quota if holder is not None else None
         if self._is_open and quota is not None:
             self._is_open = False
-            if quota.give_back(self._n_reserved, n_prompt + n_output) and accounting.ledger is not None:
+            if quota.give_back(self._n_reserved, n_used) and accounting.ledger is not None:
                 accounting.ledger.catch_up()
-        state, price = self._state(outcome), account.price
-        account.n_rows[state] += 1
-        account.n_prompt += n_prompt
-        account.n_cached += n_cached
-        account.n_output += n_output
+        account.n_rows[record.state] += 1
+        account.count.add(record)
         if holder is not None:
-            count = account.by_key.get(holder.name) or accounting.count_key(account, holder.name)
-            count.n_requests += 1
-            count.n_prompt += n_prompt
-            count.n_cached += n_cached
-            count.n_output += n_output
-        if (ledger := accounting.ledger) is None:
-            return usage
-        cost_usd = None if price is None else price.cost_usd(n_prompt, n_cached, n_output)
-        key_id = holder.id if holder is not None else ""
-        ledger.add(
-            Row(
-                ledger.next_number(),
-                self._at,
-                key_id,
-                self._model,
-                replica,
-                n_prompt,
-                n_cached,
-                n_output,
-                is_estimate,
-                None if self._first_at is None else (self._first_at - facts.received_at) * 1000,
-                (self._accounting.now() - facts.received_at) * 1000,
-                state,
-                self._status or OUTCOMES[outcome][1],
-                cost_usd,
-                str(facts.request_id, "latin-1"),
-            ),
-            exchange,
-        )
-        if cost_usd:
-            accounting.charge(key_id, cost_usd, quota)
-        return usage
+            (account.by_key.get(holder.name) or accounting.count_key(account, holder.name)).add(record)
+        if accounting.ledger is None:
+            return
+        if account.price is not None:
+            record.cost_usd = account.price.cost_usd(record.prompt_tokens, record.cached_tokens, record.output_tokens)
+        accounting.ledger.add(record)
+        if record.cost_usd:
+            accounting.charge(record.key_id, record.cost_usd, quota)
 
-    def refuse(self, status: int, exchange: Exchange | None) -> None:
-        """The gateway answers with this status itself, and forwards nothing."""
-        self._status = status
-        self.end("refused", "", exchange)
-
-    def _state(self, outcome: str) -> State:
-        if outcome == "complete":
-            if self._status >= 500 or (self._watch is not None and self._watch.has_error):
+    def _state(self) -> State:
+        record = self._record
+        if record.outcome == "complete":
+            if record.status >= 500 or (self._watch is not None and self._watch.has_error):
                 return "engine-failed"
-            if self._status >= 400:
+            if record.status >= 400:
                 return "refused"
-        return OUTCOMES[outcome][0]
+        return OUTCOMES[record.outcome][0]
 
-    def _estimate(self, watch: Watch | None, account: Account, outcome: str) -> Usage:
+    def _estimate(self, watch: Watch | None, account: Account) -> Usage:
         n_without_token = self._facts.n_choices if self._facts.path == _CHAT else 0
         n_events = self._n_events(watch) if watch is not None else 0
-        n_token_events = max(0, n_events - n_without_token - (outcome == "complete" and n_events > 0))
+        n_token_events = max(0, n_events - n_without_token - (self._record.outcome == "complete" and n_events > 0))
         n_prompt = 0 if self._facts.path in _NO_PROMPT else account.estimate_prompt(self._facts.n_body_bytes)
         return Usage(n_prompt, 0, min(MAX_TOKENS, math.ceil(n_token_events * account.tokens_per_event)))
 
     def _estimate_tokens(self) -> int:
         facts = self._facts
-        n_tokens = self._accounting.account(self._model).estimate_prompt(facts.n_body_bytes)
+        n_tokens = self._accounting.account(self._record.model).estimate_prompt(facts.n_body_bytes)
         if facts.path in _GENERATING:
             n_tokens += (facts.output_tokens_max or OUTPUT_TOKENS) * facts.n_choices
         return min(n_tokens, MAX_TOKENS)

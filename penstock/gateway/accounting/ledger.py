@@ -1,4 +1,4 @@
-"""The thread that requests are left to when they have ended: rows for the store, lines and spans for the request log.
+"""The thread that gets the records of requests that have ended: the store's rows, access log and spans are its work.
 
 The event loop never waits for it, and it has one queue. While the store is locked, full or away, requests go on with
 the keys in memory.
@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from penstock.gateway.accounting.exchange import Exchange
-from penstock.gateway.accounting.request_log import RequestLog
+from penstock.gateway.accounting.access_log import AccessLog
+from penstock.gateway.accounting.record import Record, Writer
 from penstock.gateway.accounting.running_totals import Totals
+from penstock.gateway.accounting.span_export import SpanExporter
+from penstock.gateway.accounting.spans import SpanWriter
 from penstock.gateway.accounting.store import Database
 from penstock.gateway.accounting.store_writer import MAX_WAITING, Job, News, StoreWriter
-from penstock.gateway.accounting.usage_store import Row
+from penstock.gateway.config import GatewayConfig
+from penstock.gateway.metrics.counters import Family
 from penstock.world import REAL, Thread, World
 
 PERIOD_S = 0.5  # at most this much is lost with the process, and a changed key is seen this late
 CATCH_UP_S = 0.02  # between two turns for quotas alone; one takes 1 ms
+# Between two pieces the event loop gets Python's lock, which it would otherwise wait 5 ms for. A busy loop gives it
+# back after 5 ms, so there may not be too many of them in a turn.
+PIECE = 32
+MAX_PIECES = 50
 
 T = TypeVar("T")
 
@@ -32,16 +38,17 @@ log = logging.getLogger(__name__)
 
 
 class Ledger:
-    """`place` of the store, if there is one; the constructor opens it. Raises UserError."""
+    """The store, the access log and the spans, as far as the config asks for them. Raises UserError."""
 
-    def __init__(
-        self, place: str | None, totals: Totals, request_log: RequestLog | None = None, world: World = REAL
-    ) -> None:
+    def __init__(self, config: GatewayConfig, totals: Totals, world: World = REAL) -> None:
         self._world = world
-        self.store = StoreWriter(place, totals, world) if place is not None else None
-        self.request_log = request_log
-        self.next_number = itertools.count(1).__next__  # of the next row; in C, for a request calls it
-        self._exchanges: deque[tuple[Row, Exchange]] = deque()
+        traces = config.traces
+        self.store = StoreWriter(config.store, totals, world) if config.store is not None else None
+        self._access_log = AccessLog(config.access_log) if config.access_log is not None else None
+        spans = None if traces is None else SpanExporter(traces.endpoint, SpanWriter(config.deployment), world=world)
+        self._spans = spans
+        self._writers: list[Writer] = [each for each in (self.store, self._access_log, spans) if each is not None]
+        self._records: deque[Record] = deque()
         self._jobs: deque[tuple[Job, Future[Any]]] = deque()
         self._wake = world.event()
         self._catches_up = False
@@ -50,17 +57,29 @@ class Ledger:
 
     # The loop's side.
 
-    def add(self, row: Row, exchange: Exchange | None = None) -> None:
-        """`exchange`: what the request log needs too; its rows reach the store through that."""
-        if exchange is None or self.request_log is None:
-            if self.store is not None:
-                self.store.add(row)
-        elif len(self._exchanges) < MAX_WAITING:
-            self._exchanges.append((row, exchange))
+    def add(self, record: Record) -> None:
+        """A request has ended."""
+        if len(self._records) < MAX_WAITING:
+            self._records.append(record)
         else:
-            self.request_log.lose(1)
-            if self.store is not None:
-                self.store.n_lost += 1
+            self._lose(self._writers, 1)
+
+    @property
+    def n_waiting(self) -> int:
+        """Records that wait for the store."""
+        return 0 if self.store is None else len(self._records) + self.store.n_waiting
+
+    def families(self) -> list[Family]:
+        families: list[Family] = []
+        if self.store is not None:
+            families += [
+                ("ledger_rows_waiting", {(): self.n_waiting}),
+                ("ledger_rows_lost_total", {(): self.store.n_lost}),
+                ("store_failures_total", {(): self.store.n_failures}),
+                ("store_up", {(): int(not self.store.is_failing)}),
+            ]
+        named = (("access_log_lost_total", self._access_log), ("spans_lost_total", self._spans))
+        return families + [(name, {(): writer.n_lost}) for name, writer in named if writer is not None]
 
     def call(self, job: Callable[[Database], T]) -> asyncio.Future[T]:
         """Runs `job` on the thread, with a store; its changes of keys are news before the future is done."""
@@ -123,25 +142,29 @@ class Ledger:
         self._close_all()
 
     def _close_all(self) -> None:
-        if self.request_log is not None:
-            self.request_log.close()
-        if self.store is not None:
-            self.store.close()
+        for writer in reversed(self._writers):
+            writer.close()
 
     def _turn(self) -> None:
-        if self.request_log is not None:
-            self._write_log(self.request_log)
+        records = [self._records.popleft() for _ in range(len(self._records))]
+        piece = max(PIECE, len(records) // MAX_PIECES)
+        for at in range(0, len(records), piece):
+            self._write(records[at : at + piece])
+            self._world.sleep(0)
+        if self._spans is not None:
+            self._spans.send()
         asked = [self._jobs.popleft() for _ in range(len(self._jobs))]
         if self.store is not None:
             self.store.turn(asked, lambda: self._is_closing or bool(self._jobs))
 
-    def _write_log(self, request_log: RequestLog) -> None:
-        records = [self._exchanges.popleft() for _ in range(len(self._exchanges))]
-        if self.store is not None:
-            for row, _ in records:
-                self.store.add(row)
-        try:
-            request_log.write(records)
-        except Exception:  # usage and keys must go on
-            log.exception("request log: %d requests are lost to a bug", len(records))
-            request_log.lose(len(records))
+    def _write(self, records: list[Record]) -> None:
+        for writer in self._writers:
+            try:
+                writer.write(records)
+            except Exception:  # the others, and keys, must continue
+                log.exception("%s: %d requests are lost to a bug", type(writer).__name__, len(records))
+                self._lose([writer], len(records))
+
+    def _lose(self, writers: Iterable[Writer], n_records: int) -> None:
+        for writer in writers:
+            writer.n_lost += n_records

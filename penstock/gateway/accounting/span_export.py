@@ -6,14 +6,15 @@ import http.client
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 import msgspec
 
+from penstock.gateway.accounting.record import Record
 from penstock.gateway.accounting.spans import SpanWriter
-from penstock.world import REAL
+from penstock.world import REAL, World
 
 # What everyone who sends spans reads: https://opentelemetry.io/docs/specs/otel/protocol/exporter/
 HEADERS_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
@@ -57,9 +58,9 @@ class SpanExporter:
         endpoint: str,
         writer: SpanWriter,
         headers: Mapping[str, str] | None = None,
-        now: Callable[[], float] = REAL.now,
+        world: World = REAL,
     ) -> None:
-        self._now = now
+        self._world = world
         parts = urlsplit(endpoint)
         self._is_tls, self._host, self._port = parts.scheme == "https", parts.hostname or "", parts.port
         self._path = parts.path.rstrip("/") + "/v1/traces"
@@ -71,13 +72,20 @@ class SpanExporter:
         self._pause_s = PAUSE_S
         self.n_lost = 0
 
+    def write(self, records: Sequence[Record]) -> None:
+        """Add the spans of those that are sampled, to be sent with the next `send`."""
+        offset_s = self._world.unix() - self._world.now()  # each time: the clock may be set
+        sampled = [record for record in records if record.trace is not None and record.trace.is_sampled]
+        self.add([self._writer.span(record, offset_s) for record in sampled])
+
     def add(self, spans: Sequence[bytes]) -> None:
         n_free = max(0, MAX_WAITING - len(self._waiting))
         self._waiting.extend(spans[:n_free])
         self.n_lost += max(0, len(spans) - n_free)
 
-    def send(self, now: float, *, is_last: bool = False) -> None:
+    def send(self, *, is_last: bool = False) -> None:
         """Sends what waits, unless the collector has just failed; with `is_last` what fails is lost."""
+        now = self._world.now()
         while self._waiting and (is_last or now >= self._pause_until):
             batch = [self._waiting.popleft() for _ in range(min(MAX_BATCH, len(self._waiting)))]
             try:
@@ -91,7 +99,7 @@ class SpanExporter:
             self._note(status, answer, len(batch))
 
     def close(self) -> None:
-        self.send(self._now(), is_last=True)
+        self.send(is_last=True)
         self.n_lost += len(self._waiting)
         self._waiting.clear()
         self._drop_connection()

@@ -12,7 +12,7 @@ import msgspec
 
 from penstock import __version__
 from penstock.gateway import genai_names as names
-from penstock.gateway.accounting.exchange import Exchange, Record, text
+from penstock.gateway.accounting.record import Record, text
 
 _MAX_KNOWN: Final = 4096
 _KIND_SERVER: Final = 2
@@ -54,32 +54,30 @@ class SpanWriter:
 
     def span(self, record: Record, unix_offset_s: float) -> bytes:
         """`unix_offset_s`: Unix time less monotonic time."""
-        row, exchange = record
-        trace, facts = exchange.trace, exchange.facts
+        trace, facts = record.trace, record.facts
         assert trace is not None
         offset_ns = int(unix_offset_s * 1e9)
         start_ns = int(facts.received_at * 1e9) + offset_ns
-        end_ns = start_ns + int(row.duration_ms * 1e6)
-        first_at = exchange.first_at
-        more: tuple[object, ...] = (first_at - facts.received_at,) if first_at and exchange.streams else ()
-        has_usual = exchange.sent_at > 0 and first_at > 0 and not exchange.hold_s
+        end_ns = start_ns + int(record.duration_s * 1e9)
+        first_s = record.first_token_s
+        more: tuple[object, ...] = (first_s,) if first_s is not None else ()
+        has_usual = record.sent_at > 0 and record.first_at > 0 and not record.hold_s
         if has_usual:
-            moments = (exchange.sent_at, first_at, exchange.last_at)
+            moments = (record.sent_at, record.first_at, record.last_at)
             more += tuple([int(at * 1e9) + offset_ns for at in moments])
         else:
-            more += (_events(exchange, offset_ns, end_ns),)
+            more += (_events(record, offset_ns, end_ns),)
         return self._template(record, has_usual) % (
             *(trace.trace_id, trace.span_id, trace.parent_id, start_ns, end_ns),
-            *(row.prompt_tokens, row.cached_tokens, row.output_tokens, facts.request_id, *more),
+            *(record.prompt_tokens, record.cached_tokens, record.output_tokens, facts.request_id, *more),
         )
 
     def _template(self, record: Record, has_usual: bool) -> bytes:
-        row, exchange = record
-        facts, head = exchange.facts, exchange.head
+        facts, head = record.facts, record.head
         key = (
-            *(row.model, row.replica, row.status, exchange.outcome, exchange.key, exchange.client, exchange.streams),
+            *(record.model, record.replica, record.status, record.outcome, record.key, record.client, record.streams),
             *(head.method, head.path, facts.model, facts.output_tokens_max, head.get(b"user-agent"), has_usual),
-            exchange.first_at > 0,
+            record.first_at > 0,
         )
         template = self._known.get(key)
         if template is None:
@@ -87,46 +85,43 @@ class SpanWriter:
                 self._known.clear()
             same = b"%s,%s," % (_name(record), b'"attributes":[' + _attributes(_shared(record)))
             events = b'],"events":[%s]}' % (_USUAL_EVENTS if has_usual else b"%s")
-            first_chunk = _FIRST_CHUNK if exchange.first_at and exchange.streams else b""
+            first_chunk = b"" if record.first_token_s is None else _FIRST_CHUNK
             same = same.replace(b"%", b"%%")
             template = self._known[key] = _BEGIN + same + _COUNTS + _REQUEST_ID + first_chunk + events
         return template
 
 
 def _name(record: Record) -> bytes:
-    row, exchange = record
-    operation = names.OPERATIONS.get(exchange.head.path)
-    name = f"{operation} {row.model}" if operation else f"{text(exchange.head.method)} {text(exchange.head.path)}"
+    operation = names.OPERATIONS.get(record.head.path)
+    name = f"{operation} {record.model}" if operation else f"{text(record.head.method)} {text(record.head.path)}"
     status = b',"status":{"code":2}' if _error(record) else b""
     return b'"name":%s,"kind":%d%s' % (_json(name), _KIND_SERVER, status)
 
 
 def _error(record: Record) -> str | None:
     """Servers' spans fail by what the server did: https://opentelemetry.io/docs/specs/semconv/http/http-spans/#status"""
-    row, exchange = record
-    if exchange.outcome not in ("complete", "client_gone", "refused"):
-        return exchange.outcome
-    return str(row.status) if row.status >= 500 else None
+    if record.outcome not in ("complete", "client_gone", "refused"):
+        return record.outcome
+    return str(record.status) if record.status >= 500 else None
 
 
 def _shared(record: Record) -> dict[str, Any]:
     """The attributes that many requests share."""
-    row, exchange = record
-    facts, head = exchange.facts, exchange.head
+    facts, head = record.facts, record.head
     user_agent = head.get(b"user-agent")
     values = {
         names.OPERATION: names.OPERATIONS.get(head.path),
         names.PROVIDER: "penstock",
-        names.REQUEST_MODEL: facts.model or row.model,
-        names.STREAM: exchange.streams,
+        names.REQUEST_MODEL: facts.model or record.model,
+        names.STREAM: record.streams,
         names.MAX_TOKENS: facts.output_tokens_max,
         names.METHOD: text(head.method),
         names.PATH: text(head.path),
-        names.STATUS: row.status,
+        names.STATUS: record.status,
         names.USER_AGENT: None if user_agent is None else text(user_agent),
-        names.CLIENT: exchange.client or None,
-        names.KEY: exchange.key or None,
-        names.REPLICA: row.replica or None,
+        names.CLIENT: record.client or None,
+        names.KEY: record.key or None,
+        names.REPLICA: record.replica or None,
         names.ERROR: _error(record),
     }
     return {name: value for name, value in values.items() if value is not None}
@@ -144,13 +139,13 @@ def _value(value: object) -> bytes:
     return b'{"stringValue":%s}' % _json(value)
 
 
-def _events(exchange: Exchange, offset_ns: int, end_ns: int) -> bytes:
+def _events(record: Record, offset_ns: int, end_ns: int) -> bytes:
     """When a wait for a replica was over, when the engine had the request, its first and its last byte."""
     events = []
-    if exchange.hold_s:
-        events.append((exchange.facts.received_at + exchange.own_s + exchange.hold_s, b"hold"))
-    if exchange.sent_at:
-        events.append((exchange.sent_at, b"connect"))
-    if exchange.first_at:
-        events += [(exchange.first_at, b"first byte"), (exchange.last_at, b"end")]
+    if record.hold_s:
+        events.append((record.facts.received_at + record.own_s + record.hold_s, b"hold"))
+    if record.sent_at:
+        events.append((record.sent_at, b"connect"))
+    if record.first_at:
+        events += [(record.first_at, b"first byte"), (record.last_at, b"end")]
     return b",".join([_EVENT % (min(int(at * 1e9) + offset_ns, end_ns), name) for at, name in events])

@@ -4,10 +4,11 @@ others changed. While the store is locked, full or away, rows wait in memory and
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import secrets
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,6 +17,7 @@ import msgspec
 from penstock.errors import PenstockError
 from penstock.gateway.accounting.key_store import ApiKey, KeyStore
 from penstock.gateway.accounting.quota_sync import QuotaSync
+from penstock.gateway.accounting.record import Record
 from penstock.gateway.accounting.running_totals import Totals
 from penstock.gateway.accounting.store import BUSY_S, Database, connect
 from penstock.gateway.accounting.usage_store import DAY_S, Row, UsageStore, month_of
@@ -44,7 +46,7 @@ class News(msgspec.Struct, frozen=True):
 
 
 class StoreWriter:
-    """An open store; the constructor reads it. Raises UserError. All but `add` is the thread's."""
+    """An open store; the constructor reads it. Raises UserError. All of it is the ledger's thread's."""
 
     def __init__(self, place: str, totals: Totals, world: World = REAL) -> None:
         self._world = world
@@ -52,6 +54,7 @@ class StoreWriter:
         self._keys, self._usage = KeyStore(self._database), UsageStore(self._database)
         self._writer = secrets.token_hex(6)
         self._rows: deque[Row] = deque()
+        self._n_rows = 0  # so far
         self._batch: list[Row] = []
         self._batch_rows = MAX_BATCH
         self._is_again = False
@@ -75,11 +78,12 @@ class StoreWriter:
     def n_waiting(self) -> int:
         return len(self._rows) + len(self._batch)
 
-    def add(self, row: Row) -> None:
-        if len(self._rows) >= MAX_WAITING:
-            self.n_lost += 1
-            return
-        self._rows.append(row)
+    def write(self, records: Sequence[Record]) -> None:
+        """Add their rows, to be stored in the next turn; those for which there is no room are lost."""
+        n_free = max(0, MAX_WAITING - len(self._rows))
+        self.n_lost += max(0, len(records) - n_free)
+        self._rows.extend(itertools.starmap(row_of, enumerate(records[:n_free], self._n_rows + 1)))
+        self._n_rows += min(n_free, len(records))
 
     def take_last_turns(self, turn: Callable[[], None]) -> None:
         for _ in range(LAST_TURNS):
@@ -209,3 +213,24 @@ class StoreWriter:
         revision = self._n_opened, self._keys.revision()
         keys = self._keys.all() if revision != self.known else None
         return News(keys, self._usage.spend(month_of(self._world.unix())), dict(self._submitted_usd), revision)
+
+
+def row_of(number: int, record: Record) -> Row:
+    first_s = record.first_token_s
+    return Row(
+        number,
+        record.at,
+        record.key_id,
+        record.model,
+        record.replica,
+        record.prompt_tokens,
+        record.cached_tokens,
+        record.output_tokens,
+        int(record.is_estimate),
+        first_s and first_s * 1000,
+        record.duration_s * 1000,
+        record.state,
+        record.status,
+        record.cost_usd,
+        str(record.facts.request_id, "latin-1"),
+    )

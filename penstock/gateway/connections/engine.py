@@ -56,7 +56,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._now: Callable[[], float] = pool.now
         self._transport: asyncio.Transport
         self._reader = Reader(parse_response, heads=pool.heads)
-        self._sink: Sink | None = None
+        self.sink: Sink | None = None
         self._head: ResponseHead | None = None
         self._is_reusable = False
         self._is_paused = False
@@ -70,7 +70,7 @@ class UpstreamConnection(asyncio.Protocol):
     def send(self, request: bytes, sink: Sink) -> None:
         """Sends a request; `sink` gets the response as it comes, or `lost`, never before this returns."""
         self._is_reusable = False
-        self._sink, self._head = sink, None
+        self.sink, self._head = sink, None
         if self._transport.is_closing():
             # connection_lost may be over.
             asyncio.get_running_loop().call_soon(self._fail, UpstreamError("the engine closed the connection"))
@@ -83,12 +83,12 @@ class UpstreamConnection(asyncio.Protocol):
 
     def discard(self) -> None:
         """Ends the exchange and the connection; the sink gets no more."""
-        self._sink = self._write_token = None
+        self.sink = self._write_token = None
         self._transport.abort()
 
     def release(self) -> None:
         """Gives the connection back: to the pool after a whole exchange, else it is closed at once."""
-        self._sink = self._write_token = None
+        self.sink = self._write_token = None
         if self._is_reusable and not self._transport.is_closing():
             if self._is_paused:
                 self.resume()
@@ -128,15 +128,15 @@ class UpstreamConnection(asyncio.Protocol):
                     self._note_token(self._now())
                     return
             self._write_token = None
-        if self._sink is None:
+        if self.sink is None:
             # Bytes without a request must not become the next request's response.
             self._transport.abort()
             return
-        if self._sink.takes_chunks:
+        if self.sink.takes_chunks:
             is_last = self._reader.take_chunks(data)
             if is_last is not None:
                 self._is_reusable = is_last and self._may_be_reused()
-                self._sink.receive_chunks(data, is_last)
+                self.sink.receive_chunks(data, is_last)
                 return
         head: ResponseHead | None
         try:
@@ -154,7 +154,7 @@ class UpstreamConnection(asyncio.Protocol):
         if is_end:
             self._is_reusable = self._may_be_reused()
         if head is not None or body or is_end:
-            self._sink.receive(head, body, is_end)
+            self.sink.receive(head, body, is_end)
 
     def _may_be_reused(self) -> bool:
         assert self._head is not None
@@ -179,15 +179,15 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.remove(self)
-        if self._sink is not None and exc is None and self._reader.may_end_here:
-            self._sink.receive(None, b"", True)
+        if self.sink is not None and exc is None and self._reader.may_end_here:
+            self.sink.receive(None, b"", True)
         elif isinstance(exc, TimeoutError):
             self._fail(UpstreamError("the engine's machine does not answer"))
         else:
             self._fail(UpstreamError(f"the engine closed the connection{f': {exc}' if exc else ''}"))
 
     def _fail(self, error: UpstreamError) -> None:
-        sink, self._sink, self._write_token = self._sink, None, None
+        sink, self.sink, self._write_token = self.sink, None, None
         if sink is not None:
             sink.lost(error)
 
