@@ -26,7 +26,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -34,7 +34,7 @@ import msgspec
 
 from penstock import __version__
 from penstock.errors import PenstockError, UserError, nearest
-from penstock.log_lines import append_line, file_lines, kept_lines, older
+from penstock.log_lines import LogReader, append, file_lines, older
 from penstock.paths import folder, home, is_full, write_atomically
 from penstock.planner import Plan
 from penstock.spec import reading
@@ -49,7 +49,7 @@ Kind = Literal["replica", "gateway", "controller", "ui"]
 Listen = Literal["loopback", "network"]
 T = TypeVar("T")
 KEPT_RESTARTS = 10
-_EVENTS_BYTES = 2 * MIB  # of events.jsonl, and of events.1.jsonl before it
+_EVENTS_BYTES = 2 * MIB  # of events.jsonl, and of events.jsonl.1 before it
 _EVENT_CHARACTERS = 1000
 _RECENT_BYTES = 64 * KIB
 
@@ -341,7 +341,7 @@ class Run:
         text = text[:_EVENT_CHARACTERS]
         event = Event(round(time.time(), 3), kind, text, replica, who, dict(seconds or {}))
         try:
-            append_line(self.events_file, msgspec.json.encode(event), _EVENTS_BYTES)
+            append(self.events_file, msgspec.json.encode(event) + b"\n", _EVENTS_BYTES)
         except OSError as exc:
             if not is_full(exc):
                 raise
@@ -349,7 +349,7 @@ class Run:
     def events(self, recent: bool = False) -> list[Event]:
         """What happened, the newest last, also to earlier launches of that name; `recent`: some hundreds of them."""
         own, fetched = (
-            list(_decoded(kept_lines(file, _RECENT_BYTES if recent else None)))
+            list(_decoded((LogReader(file, _RECENT_BYTES) if recent else LogReader(file)).lines()))
             for file in (self.events_file, self.fetched_events_file)
         )
         return sorted([*own, *fetched], key=lambda event: event.at) if fetched else own
@@ -380,7 +380,7 @@ class Run:
         write_atomically(self.path / name, msgspec.json.format(msgspec.json.encode(value), indent=2), mode)
 
 
-def _decoded(lines: Sequence[bytes]) -> Iterator[Event]:
+def _decoded(lines: Iterable[bytes]) -> Iterator[Event]:
     for line in lines:
         with contextlib.suppress(msgspec.MsgspecError):  # cut off by a full disk
             yield msgspec.json.decode(line, type=Event)
@@ -468,7 +468,7 @@ def carry_over(old: Run, new: Run) -> None:
         path = old.store_file.with_name(old.store_file.name + ending)
         if path.is_file():
             shutil.copy2(path, new.store_file.with_name(path.name))
-    older(new.events_file).write_bytes(b"".join(line + b"\n" for line in kept_lines(old.events_file, _EVENTS_BYTES)))
+    older(new.events_file).write_bytes(b"\n".join([*LogReader(old.events_file, _EVENTS_BYTES).lines(), b""]))
     for kept, place in ((old.prometheus_folder, new.prometheus_folder), (old.ui_folder, new.ui_folder)):
         with contextlib.suppress(OSError):
             kept.rename(place)

@@ -40,6 +40,7 @@ from penstock.errors import PenstockError
 from penstock.hardware.network import free_port
 from penstock.run_folder import Launch, ReplicaStatus, Run, State
 from penstock.spec import reading
+from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.wire.answers import Reply
 from penstock.wire.client import Client
@@ -305,3 +306,10 @@ def ask(run: Run, n_tokens: int = 8, key: str | None = None) -> Reply:
     reply = client.chat([{"role": "user", "content": PROMPT}], max_tokens=n_tokens)
     assert reply.text == expected_text(PROMPT, n_tokens)
     return reply
+
+
+def check_texts(client: Client) -> None:
+    """Of an engine that has the demo model: it answers what is known of that."""
+    for row in [row for row in DEMO_PROMPTS if row.kind == "chat"][:8]:
+        messages = [{"role": "user", "content": row.prompt}]
+        assert client.chat(messages, model="one", max_tokens=MAX_TOKENS, temperature=0).text == row.text

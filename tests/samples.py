@@ -12,7 +12,7 @@ from penstock.hardware import Gpu, Machine
 from penstock.models import Facts, ModelFacts, catalog
 from penstock.planner import Plan, launch
 from penstock.planner.launch import Sized
-from penstock.run_folder import Artifact, Draft, GatewayFile, Run
+from penstock.run_folder import Artifact, Desired, Draft, GatewayFile, Run, State
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment
 from penstock.text import GIB, MIB
@@ -95,6 +95,12 @@ def draft(wanted: Deployment | None = None) -> Draft:
 def run_folder(wanted: Deployment | None = None, now: float = NOW) -> Run:
     """A run folder under PENSTOCK_HOME, as `up` writes it before anything is started."""
     return runs.create(draft(wanted), now)
+
+
+def end(run: Run) -> None:
+    """As the end of `down` leaves it."""
+    run.write_desired(Desired("down", 0))
+    run.write_state(State(NOW, "down", 0))
 
 
 def told(replica: str, state: Any = "ready", **facts: Any) -> Announcement:

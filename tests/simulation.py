@@ -482,7 +482,7 @@ def patched(life: Life, fault: Fault | None) -> Iterator[None]:
         (loop, "Sight", lambda _: SimpleNamespace(is_hidden=lambda: life.run.is_hidden)),
         (loop, "measured", SimpleNamespace(keep=lambda *_: None, keep_start=lambda *_: None)),
         (scaler, "write_atomically", lambda file, data: life.records.__setitem__("scaling.json", data)),
-        (scaler, "append_line", lambda *_: None),
+        (scaler, "append", lambda *_: None),
         (supervisor, "NodeProcesses", lambda plan, engine, args, is_stopped: SimNodeProcesses(life, args)),
         (supervisor, "EngineClient", lambda url, key, metrics, plan: SimEngineClient(life, url)),
         (stop, "processes", processes),

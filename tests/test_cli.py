@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from samples import NOW, cpu_machine, deployment, draft, gpu_machine, run_folder
+from samples import NOW, cpu_machine, deployment, draft, end, gpu_machine, run_folder
 
 from penstock import __version__, paths
 from penstock import run_folder as runs
@@ -23,7 +23,7 @@ from penstock.deployment import prepare, replace
 from penstock.engines.llamacpp.engine import LlamaCpp
 from penstock.engines.vllm.engine import Vllm
 from penstock.errors import PenstockError, UserError
-from penstock.run_folder import Desired, Run, State
+from penstock.run_folder import Desired, Run
 from penstock.targets import TABLE, load, local
 from penstock.text import MIB
 
@@ -62,12 +62,6 @@ class Shell:
 @pytest.fixture
 def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
     return Shell(capsys)
-
-
-def end(run: Run) -> None:
-    """As the end of `down` leaves it."""
-    run.write_desired(Desired("down", 0))
-    run.write_state(State(NOW, "down", 0))
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from nodes_rig import TOKEN, Rig, plan_for
-from samples import deployment, run_folder
+from samples import deployment, end, run_folder
 from test_cli import Shell
 
 from penstock.node.group import rendezvous
 from penstock.node.group.addresses import Formation, GroupNode
-from penstock.run_folder import Desired, Run, State
+from penstock.run_folder import Run
 from penstock.wire.announcement import engine_key, scrape_key
 
 pytestmark = pytest.mark.loopback
@@ -82,8 +82,7 @@ def test_as_json_and_without_keys_and_of_a_deployment_that_is_down_there_is_none
     run_folder(deployment(name="open"))
     assert json.loads(shell("dashboard", "open", "--json")[1]) == {"url": URL, "key": None}
     assert shell("dashboard", "open")[1] == f"{URL}\n"
-    keyed.write_desired(Desired("down", 0))
-    keyed.write_state(State(0.0, "down", 0))
+    end(keyed)
     code, _, err = shell("dashboard", "keyed")
     assert code == 2 and 'cannot show deployment "keyed": it is down' in err
 

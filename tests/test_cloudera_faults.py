@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 from cloudera_rig import LIMITS_MEMORY, SUBDOMAINS, file_for, left, up
-from launching import PROMPT, Place, call, now, replica_of, started, wait_ready
+from launching import PROMPT, Place, call, check_texts, now, replica_of, started, wait_ready
 from waiting import until
 
 from penstock.run_folder import Run
-from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_workbench.server import Workbench
 from penstock.testing.fake_workbench.workloads import READONLY_PORT, Workload
@@ -146,7 +145,6 @@ def test_a_key_that_expires_during_a_life_is_named_and_a_new_one_goes_on(
 # ---- real vLLM, with mp in the 64 MB of /dev/shm that a project has at first -----------------------------------------
 
 
-CHATS = [row for row in DEMO_PROMPTS if row.kind == "chat"][:4]
 TWO_PODS: dict[str, Any] = {"hardware": {"nodes": 2, "gpus_per_node": 0}, "workload": {"concurrency": 4}}
 
 
@@ -166,12 +164,6 @@ def up_vllm(place: Place, workbench: Workbench, executor: str, cut_by: str) -> t
 def is_ready_since(run: Run, at: float) -> bool:
     announcement = replica_of(run).announcement
     return now(run).phase == "ready" and announcement is not None and (announcement.started_at or 0.0) > at
-
-
-def check_texts(client: Client) -> None:
-    for row in CHATS:
-        messages = [{"role": "user", "content": row.prompt}]
-        assert client.chat(messages, model="one", max_tokens=MAX_TOKENS, temperature=0).text == row.text
 
 
 def ray_token() -> str:

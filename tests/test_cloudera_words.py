@@ -244,7 +244,7 @@ def test_lines_of_several_nodes_are_told_apart_and_a_begun_line_waits(monkeypatc
             data.update({0: b"one\ntwo\n", 1: b"here\n"})
         return look == 3
 
-    reads = [lambda: data[0], lambda: data[1]]
+    reads = [lambda ending, rank=rank: None if ending else data[rank] for rank in (0, 1)]
     assert list(view.log_lines(reads, True, None, is_over)) == ["one", "two", "n1: here"]
     data[0] = b"again"
     assert list(view.log_lines(reads, False, None, is_over)) == ["again", "n1: here"]

@@ -8,14 +8,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from samples import NOW, deployment, run_folder, told
+from samples import NOW, deployment, end, run_folder, told
 
 from penstock import targets
 from penstock.cli import keys, main
 from penstock.deployment import events, preflight
 from penstock.deployment.controller.changes import Noted, changes, noted_of
 from penstock.errors import PenstockError, UserError
-from penstock.run_folder import Artifact, Desired, Part, ReplicaStatus, Run, State
+from penstock.log_lines import bound_log
+from penstock.run_folder import Artifact, ReplicaStatus, Run, State
 from penstock.targets.kubernetes import folder, objects
 from penstock.wire.announcement import Restart
 from penstock.wire.live import Event
@@ -98,11 +99,6 @@ def test_a_controller_that_continues_repeats_nothing() -> None:
     assert failed.text == "ready -> failed: no memory"
 
 
-def ended(run: Run) -> None:
-    run.write_desired(Desired("down", 0))
-    run.write_state(State(NOW, "down", 0, controller=Part("gone")))
-
-
 @pytest.mark.loopback
 def test_events_are_listed_with_who_asked_also_of_an_ended_deployment(shell: Shell) -> None:
     run = run_folder(deployment(name="d"))
@@ -112,7 +108,7 @@ def test_events_are_listed_with_who_asked_also_of_an_ended_deployment(shell: She
     for _ in range(2):
         lines = shell("events", "d")[1].splitlines()
         assert [line[20:] for line in lines] == words
-        ended(run)
+        end(run)
     assert lines[0][:11].endswith("T") and lines[0][19:20] == "Z"
     first, second = map(json.loads, shell("events", "d", "--json")[1].splitlines())
     assert (first["event"], first["who"], second["replica"]) == ("scale", "kim@login1", "1")
@@ -159,18 +155,18 @@ def test_what_a_silent_place_may_know_is_not_shown_as_nothing(monkeypatch: pytes
 
 
 def test_new_events_are_followed_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when a target writes the file again, of which the first lines are gone, and when it was moved."""
+    """Also when a target writes the file again, of which the first lines are gone, and when it was full."""
     run = run_folder(deployment(name="d"))
     for number in range(3):
         run.add_event("scale", f"{number}")
     late = msgspec.json.encode(Event(NOW - 9e8, "replica ready", "late")) + b"\n"
     steps: list[Callable[[], object]] = [
         lambda: run.add_event("scale", "3"),
-        lambda: run.events_file.replace(run.path / "events.1.jsonl"),
+        lambda: bound_log(run.events_file, 1),
         lambda: run.add_event("scale", "4"),
         lambda: run.fetched_events_file.write_bytes(late),
         lambda: run.events_file.write_bytes(b"".join(run.events_file.read_bytes().splitlines(True)[-1:])),
-        lambda: (run.add_event("scale", "5"), ended(run)),  # type: ignore[func-returns-value]
+        lambda: (run.add_event("scale", "5"), end(run)),  # type: ignore[func-returns-value]
     ]
     monkeypatch.setattr("time.sleep", lambda _: steps.pop(0)())
     assert [event.text for event in events.followed(run, last=2)] == ["1", "2", "3", "4", "late", "5"]

@@ -16,7 +16,8 @@ PACKAGE = ROOT / "penstock"
 LOOSE = {"errors", "text", "paths", "processes", "log_lines", "world", "__init__", "__main__"}
 # Room -> (ceiling, budget), in lines of *.py. A file is in the room with the longest name that its path begins with.
 ROOMS = {
-    "": (909, 830),  # errors text paths processes log_lines world
+    "": (770, 691),  # errors text paths processes world
+    "log_lines.py": (205, 139),  # every log's bound, and who reads across it
     "run_folder.py": (596, 720),
     "spec/": (1348, 1200),
     "hardware/": (719, 670),
@@ -33,30 +34,30 @@ ROOMS = {
     "observe/": (1822, 1060),
     "chat/": (1124, 820),
     "chat/page/": (2558, 1330),
-    "node/": (3276, 2440),
+    "node/": (3275, 2440),
     "node/group/": (914, 760),
     "node/checks/": (606, 520),
     "targets/": (1009, 1050),
     "targets/ssh/": (1614, 1260),
-    "targets/slurm/": (1519, 1100),
+    "targets/slurm/": (1515, 1100),
     "targets/ray/": (1234, 960),
     "targets/kubernetes/": (5996, 3400),
     "targets/cloudera/": (4174, 2390),
     "targets/vessl/": (2072, 1020),
-    "gateway/": (2294, 1150),
+    "gateway/": (2278, 1150),
     "gateway/requests/": (779, 560),
     "gateway/metrics/": (956, 850),
-    "gateway/accounting/": (2777, 2030),
+    "gateway/accounting/": (2729, 2030),
     "gateway/connections/": (1124, 1050),
     "gateway/live/": (676, 390),
     "gateway/routing/": (1018, 900),
     "gateway/workers/": (764, 670),
-    "deployment/": (3756, 2620),
+    "deployment/": (3754, 2620),
     "deployment/place.py": (88, 88),
     "deployment/replace.py": (157, 157),  # `up --replace`: asks first, and brings back
-    "deployment/controller/": (1866, 1720),
+    "deployment/controller/": (1862, 1720),
     "deployment/doctor/": (1121, 780),
-    "deployment/container/": (488, 120),
+    "deployment/container/": (475, 120),
     "bench/": (1010, 840),
     "bench/load/": (1243, 1060),
     "bench/datasets/": (627, 520),
@@ -66,7 +67,7 @@ ROOMS = {
     "cli/bench/": (1128, 880),
     "testing/": (5152, 1430),
 }
-TESTS = (51505, 32_000)
+TESTS = (51494, 32_000)
 UNUSED = 60  # lines that a room may stay below its ceiling: what is more has been won, and is kept
 
 

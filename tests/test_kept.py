@@ -7,14 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
-from samples import deployment, run_folder
+from samples import deployment, end, run_folder
 
 from penstock.cli import main
 from penstock.cli import models as verb
 from penstock.errors import UserError
 from penstock.models import kept, manifest
 from penstock.models.kept import Kept, Use
-from penstock.run_folder import Desired, State
 
 
 @pytest.fixture
@@ -221,8 +220,7 @@ def test_the_verb_refuses_what_a_running_deployment_uses(
     code, _, err = call(capsys, "rm", "org/tiny", "--yes")
     assert code == 2 and f'deployment "{run.name}" uses it' in err and f"penstock down {run.name}" in err
     assert f"used by {run.name}" in call(capsys)[1]
-    run.write_desired(Desired("down", 0))
-    run.write_state(State(1.0, "down", 0))
+    end(run)
     assert call(capsys, "rm", "org/tiny", "--yes")[0] == 0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from samples import NOW, cpu_machine, demo_plan, deployment, draft, gpu_machine
+from samples import NOW, cpu_machine, demo_plan, deployment, draft, end, gpu_machine
 from test_cli import Shell, shell  # noqa: F401 - fixtures
 
 from penstock import processes, run_folder, targets
@@ -247,8 +247,7 @@ def test_a_deployment_that_another_machine_started_is_found(
 
 def test_one_that_ended_here_may_have_been_started_again_elsewhere(shell: Shell, cluster: Cluster) -> None:
     run = started("one")
-    run.write_desired(run_folder.Desired("down", 0))
-    run.write_state(State(NOW, "down", 0))
+    end(run)
     assert "it is down" in shell("tunnel", "one")[2]
     assert shell("status", "one")[1].startswith("one is down")
     cluster.others.append("one")
@@ -351,8 +350,7 @@ def test_up_stays_where_the_deployment_runs_whatever_the_kubeconfig_says(monkeyp
     assert not target.rolls(run, other), "the old one is ended where it is"
     run = started("one")  # `up` replaces the folder
     assert (target._api_of(run).context, target._api_of(run).namespace) == ("far", "llm")
-    run.write_desired(run_folder.Desired("down", 0))
-    run.write_state(State(NOW, "down", 0))
+    end(run)
     assert target._api(same).context == "current"
 
 

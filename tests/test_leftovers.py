@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from launching import Place, call, private_folders
-from samples import NOW, deployment, run_folder
+from samples import NOW, deployment, end, run_folder
 from waiting import until
 
 from penstock import processes
@@ -24,7 +24,7 @@ from penstock.gateway.accounting import store
 from penstock.gateway.accounting.key_store import KeyStore, Limits
 from penstock.paths import make_private
 from penstock.processes import Marked
-from penstock.run_folder import Desired, Run, State
+from penstock.run_folder import Desired, Run
 
 OWN = os.getpid()
 
@@ -88,12 +88,6 @@ def private_folder(tmp_path: Path, run_id: str) -> Path:
     path = tmp_path / f"penstock-{run_id}-0"
     path.mkdir()
     return path
-
-
-def end(run: Run) -> None:
-    """As the end of `down` leaves it."""
-    run.write_desired(Desired("down", 0))
-    run.write_state(State(NOW, "down", 0))
 
 
 def names(with_ended_runs: bool = True) -> list[str]:

@@ -11,7 +11,7 @@ from launching import PROMPT, Asking, Place, ask, call, now, pids
 from waiting import left_s, until
 
 from penstock.deployment.autoscale import Sample
-from penstock.log_lines import kept_lines
+from penstock.log_lines import LogReader
 from penstock.run_folder import Run
 from penstock.wire.client import Client
 from penstock.wire.waiting import PROGRESS_HEADER, read_comment
@@ -28,7 +28,7 @@ def decided(run: Run) -> list[tuple[int, int | None]]:
 
 
 def samples(run: Run) -> list[Sample]:
-    return [msgspec.json.decode(line, type=Sample) for line in kept_lines(run.samples_file)]
+    return [msgspec.json.decode(line, type=Sample) for line in LogReader(run.samples_file).lines()]
 
 
 @pytest.mark.nightly

@@ -13,8 +13,7 @@ from manual_world import ManualWorld
 from store_rig import record as ended
 
 from penstock.errors import UserError
-from penstock.gateway import service
-from penstock.gateway.accounting import access_log, span_export
+from penstock.gateway.accounting import span_export
 from penstock.gateway.accounting.access_log import AccessLog, write_lines
 from penstock.gateway.accounting.record import Record
 from penstock.gateway.accounting.span_export import SpanExporter, read_headers
@@ -125,30 +124,9 @@ def test_a_failed_span_says_why_and_a_held_one_how_long() -> None:
 # The file.
 
 
-def test_files_are_rotated_and_two_writers_lose_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access_log, "ROTATE_BYTES", 100)
-    place = tmp_path / "access.log"
-    logs = [AccessLog(str(place)) for _ in range(2)]
-    assert place.stat().st_mode & 0o777 == 0o600
-    for number in range(40):
-        logs[number % 2].append([b'{"n":%d}\n' % (number + 10)])
-    files = [place, *(tmp_path / f"access.log.{number}" for number in range(1, 6))]
-    numbers = [json.loads(line)["n"] for file in reversed(files) if file.exists() for line in file.open()]
-    assert numbers == list(range(50 - len(numbers), 50))
-    assert max(file.stat().st_size for file in files if file.exists()) <= 110
-    assert not (tmp_path / "access.log.6").exists()
-    for log in logs:
-        log.close()
-
-
-def test_a_file_that_another_program_renamed_is_left_to_it_and_stderr_is_never_closed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for _ in range(2):
-        log = AccessLog("stderr")
-        log.append([b"{}\n"])
-        log.close()
-    assert capfd.readouterr().err == "{}\n{}\n"
+def test_a_file_that_another_program_renamed_is_left_to_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    AccessLog("stderr").append([b"{}\n"])
+    assert capfd.readouterr().err == "{}\n"
     place = tmp_path / "access.log"
     log = AccessLog(str(place))
     log.append([b"1\n"])
@@ -157,7 +135,6 @@ def test_a_file_that_another_program_renamed_is_left_to_it_and_stderr_is_never_c
     place.unlink()
     log.append([b"3\n"])
     assert ((tmp_path / "old").read_text(), place.read_text()) == ("1\n", "3\n")
-    log.close()
 
 
 def test_a_full_disk_costs_lines_and_tears_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +153,6 @@ def test_a_full_disk_costs_lines_and_tears_none(tmp_path: Path, monkeypatch: pyt
     log.append([b"6\n"])
     assert place.read_text() == "1\n2\n3\n6\n"
     assert log.n_lost == 3
-    log.close()
     with pytest.raises(UserError, match="cannot write access log"):
         AccessLog(str(tmp_path / "absent" / "access.log"))
 
@@ -239,16 +215,3 @@ def test_headers_of_exports_are_those_of_the_environment() -> None:
     own = {"OTEL_EXPORTER_OTLP_TRACES_HEADERS": "k=v"} | environment
     assert read_headers(own) == {"k": "v"}
     assert read_headers({}) == {}
-
-
-def test_the_gateways_own_log_begins_anew_when_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "gateway.log"
-    monkeypatch.setattr(service, "LOG_BYTES", 5)
-    for mode, texts in (("ab", ("abc", "d\n", "ef\n")), ("wb", ("another ", "program's\n"))):
-        with path.open(mode, buffering=0) as stream:
-            monkeypatch.setattr(service, "_STDERR", stream.fileno())
-            for text in texts:
-                stream.write(text.encode())
-                service.bound_log()
-            kept = (tmp_path / "gateway.log.1").read_text()
-        assert (path.read_text(), kept) == ("ef\n" if mode == "ab" else "another program's\n", "abcd\n")

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import shutil
 import stat
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from samples import NOW, demo_plan, deployment, run_folder
 
-from penstock import log_lines, paths
+from penstock import paths
 from penstock import run_folder as runs
 from penstock.errors import PenstockError, UserError
-from penstock.log_lines import append_line
 from penstock.run_folder import Artifact, Desired, Handle, Part, Run, State
 from penstock.wire.announcement import Process
 
@@ -178,35 +175,6 @@ def test_an_address_to_listen_on_becomes_one_to_connect_to() -> None:
         assert runs.reachable(listen) == expected
 
 
-def test_a_log_is_read_in_whole_lines(tmp_path: Path) -> None:
-    log = tmp_path / "x.log"
-    log.write_text("one\ntwo\nthr")
-    assert list(log_lines.file_lines(log, follow=False)) == ["one", "two", "thr"]
-    assert list(log_lines.file_lines(log, follow=False, last=2)) == ["two", "thr"]
-    followed = log_lines.file_lines(log, follow=True, last=2)
-    assert next(followed) == "two"
-    with log.open("a") as stream:
-        stream.write("ee\n")
-    assert next(followed) == "three"
-    log.write_text("4\n")  # it was full: what it had is in another file
-    assert next(followed) == "4"
-
-
-@pytest.mark.loopback
-def test_following_a_log_ends_with_its_last_words(tmp_path: Path) -> None:
-    log, looks = tmp_path / "x.log", [False, True]
-
-    def is_over() -> bool:
-        if len(looks) == 1:
-            with log.open("a") as stream:
-                stream.write("two\nthr")  # after it was read, before it was over
-        return looks.pop(0)
-
-    log.write_text("one\n")
-    assert list(log_lines.file_lines(log, follow=True, is_over=is_over)) == ["one", "two", "thr"]
-    assert list(log_lines.file_lines(tmp_path / "absent", follow=True, is_over=lambda: True)) == []
-
-
 def test_a_run_is_ended_when_its_end_was_asked_for_and_written() -> None:
     run = run_folder()
     run.write_desired(Desired("down", 0))
@@ -261,22 +229,8 @@ def test_the_events_stay_bounded_and_keep_the_newest(monkeypatch: pytest.MonkeyP
         run.add_event("scale", f"number {number}")
     kept = [event.text for event in run.events()]
     assert kept == [f"number {number}" for number in range(200 - len(kept), 200)] and 20 < len(kept) < 100
-    assert sum(path.stat().st_size for path in run.path.glob("events*.jsonl")) < 4_500
+    assert sum(path.stat().st_size for path in run.path.glob("events*")) < 4_500
     run.add_event("scale", "x" * 10_000)
     assert len(run.events()[-1].text) == 1_000
     monkeypatch.setattr(runs, "_RECENT_BYTES", 1_200)
     assert [event.text for event in run.events(recent=True)][-2:] == ["number 199", "x" * 1_000]
-
-
-def test_several_processes_append_events_and_none_is_lost() -> None:
-    """Threads with a descriptor each, as processes have: also while one of them moves the file."""
-    run, n_each = run_folder(), 100
-    run.events_file.write_bytes(b"")
-
-    def write(name: str) -> None:
-        for number in range(n_each):
-            append_line(run.events_file, f'{{"at": {number}, "event": "e", "text": "{name}"}}'.encode(), 12_000)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(write, "abcd"))
-    assert Counter(event.text for event in run.events()) == dict.fromkeys("abcd", n_each)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from hosts import Hosts
-from launching import Asking, Place, a_place, ask, call, kill, now, pid_of, replica_of, started
+from launching import Asking, Place, a_place, ask, call, check_texts, kill, now, pid_of, replica_of, started
 from ssh_rig import left_on, node_of, ours, write
 from waiting import end, until
 
@@ -22,7 +22,6 @@ from penstock.errors import PenstockError
 from penstock.models.files import BUNDLED
 from penstock.run_folder import Run
 from penstock.testing.conformance import check_target
-from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS
 from penstock.wire.client import Client
 
 pytestmark = pytest.mark.hosts
@@ -206,22 +205,12 @@ def test_down_with_a_dead_host_ends_the_rest_and_clean_ends_it_later(place: Plac
 # ---- real vLLM cut over two hosts ------------------------------------------------------------------------------------
 
 
-CHATS = [row for row in DEMO_PROMPTS if row.kind == "chat"][:8]
-
-
 def up_vllm(place: Place, hosts: Hosts, executor: str, cut_by: str) -> Run:
     args = {"enforce-eager": True} if cut_by == "tensor" else {}  # vLLM loses requests between stages with it
     engine = {"kind": "vllm", "executor": executor, "max_model_len": 1024, "args": args}
     cut = {"hardware": {"nodes": 2}, "parallel": {cut_by: 2}}
     file = write(place, hosts, engine=engine, workload={"concurrency": 4}, **cut)  # type: ignore[arg-type]
     return place.up(file)
-
-
-def check_texts(run: Run) -> None:
-    client = Client(run.url, timeout_s=60.0)
-    for row in CHATS:
-        messages = [{"role": "user", "content": row.prompt}]
-        assert client.chat(messages, model="one", max_tokens=MAX_TOKENS, temperature=0).text == row.text
 
 
 class Stream(threading.Thread):
@@ -255,7 +244,7 @@ def test_mp_over_two_hosts_gives_the_same_text_and_comes_back_after_power_losses
         ("node2", "here", hosts[1].address),
     ]
     assert told.url is not None and told.url.startswith("http://127.0.0.1:")
-    check_texts(run)
+    check_texts(Client(run.url, timeout_s=60.0))
     for lost in (1, 0):
         stream = Stream(run)
         until(lambda stream=stream: stream.n_parts > 5, "the stream runs")  # type: ignore[misc]
@@ -268,7 +257,7 @@ def test_mp_over_two_hosts_gives_the_same_text_and_comes_back_after_power_losses
         assert now(run).phase == "degraded"
         hosts[lost].start()
         until(lambda: now(run).phase == "ready", "the replica is back")
-        check_texts(run)
+        check_texts(Client(run.url, timeout_s=60.0))
     assert call("down", "one").code == 0
     until(lambda: left_on(hosts) == [], "nothing is left")
 
@@ -278,7 +267,7 @@ def test_mp_over_two_hosts_gives_the_same_text_and_comes_back_after_power_losses
 @pytest.mark.parametrize("executor", ["ray", "mp"])
 def test_a_pipeline_over_two_hosts_gives_the_same_text(place: Place, hosts: Hosts, executor: str) -> None:
     run = up_vllm(place, hosts, executor, "pipeline")
-    check_texts(run)
+    check_texts(Client(run.url, timeout_s=60.0))
     log = call("logs", "one").out
     assert {line.partition(" ")[0] for line in log.splitlines()} >= {"node1:", "node2:"}
     assert call("down", "one").code == 0

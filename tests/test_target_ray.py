@@ -14,7 +14,7 @@ import launching
 import psutil
 import pytest
 from hosts_ray import RayCluster
-from launching import Asking, Place, a_place, ask, call, now, replica_of, wait_ready
+from launching import Asking, Place, a_place, ask, call, check_texts, now, replica_of, wait_ready
 from waiting import left_s, until
 
 from penstock import processes, targets
@@ -23,13 +23,11 @@ from penstock.run_folder import Run, replica
 from penstock.spec import reading
 from penstock.targets.ray.jobs_api import Dashboard
 from penstock.testing.conformance import check_target
-from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS
 from penstock.wire.answers import HttpError
 from penstock.wire.client import Client
 
 pytestmark = pytest.mark.hosts
 
-CHATS = [row for row in DEMO_PROMPTS if row.kind == "chat"][:8]
 LEFTOVERS = "/tmp/penstock-* /dev/shm/*"
 
 
@@ -211,11 +209,7 @@ def test_real_vllm_over_two_nodes_gives_the_text_of_the_uncut_model(
     )
     assert (run.plan().executor, run.plan().layout.tensor) == ("mp", 2)
     wait_ready(run)
-    client, found = Client(run.url), {}
-    for row in CHATS:
-        messages = [{"role": "user", "content": row.prompt}]
-        found[row.prompt] = client.chat(messages, model="one", max_tokens=MAX_TOKENS, temperature=0).text
-    assert found == {row.prompt: row.text for row in CHATS}
+    check_texts(Client(run.url))
     print(f"ready after {(told := replica_of(run).announcement) and told.ready_after_s} s")
     url = told.url if told else None
     assert url is not None

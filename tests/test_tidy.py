@@ -47,7 +47,7 @@ LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 MAX_FOLDERS, MAX_FILES = 15, 9  # files: 8 when run_folder is a room
 # The gateway must start alone in a small container; the watchdog must survive whatever breaks the rest.
 ALONE = {
-    "gateway/": {"penstock", "errors", "paths", "text", "spec", "wire", "processes", "world", "gateway"},
+    "gateway/": {"penstock", "errors", "paths", "text", "spec", "wire", "processes", "log_lines", "world", "gateway"},
     "deployment/controller/watchdog.py": set[str](),
 }
 PURE = (

@@ -19,7 +19,6 @@ from waiting import end
 from penstock.deployment.container import __main__ as program
 from penstock.deployment.container import control, holder
 from penstock.deployment.container.holder import Holder, Settings
-from penstock.deployment.container.log_copy import LogCopy
 from penstock.errors import PenstockError, UserError
 from penstock.run_folder import Desired, Part, Run, State
 from penstock.spec import reading
@@ -175,22 +174,6 @@ def test_ranks_do_not_start_where_dev_shm_has_no_room_for_them(
         return
     warnings = list(holder._shared_memory(n_ranks))
     assert [text.startswith(str(warning)) for text in warnings] == ([True] if warning else [])
-
-
-def test_logs_are_copied_line_by_line_also_when_a_file_starts_anew(tmp_path: Path) -> None:
-    copy, log = LogCopy(tmp_path), tmp_path / "replica-0.log"
-    assert copy.lines() == []
-    log.write_bytes(b"a\nb\nhal")
-    (tmp_path / "gateway.log").write_bytes(b"g\n")
-    (tmp_path / "other.log").write_bytes(b"x\n")
-    assert copy.lines() == ["[replica-0] a", "[replica-0] b", "[gateway] g"]
-    with log.open("ab") as stream:
-        stream.write(b"f\n")
-    assert copy.lines() == ["[replica-0] half"] and copy.lines() == []
-    log.write_bytes(b"new\n")
-    assert copy.lines() == ["[replica-0] new"]
-    log.write_bytes(b"y" * 300_000)
-    assert [len(line) for line in copy.lines()] == [len("[replica-0] ") + 256 * 1024]
 
 
 # ---- on the machine of a verb ----------------------------------------------------------------------------------------

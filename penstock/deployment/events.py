@@ -92,13 +92,13 @@ def fetch(run: Run) -> PenstockError | None:
     return None
 
 
-def _version(run: Run) -> list[tuple[int, int]]:
+def _version(run: Run) -> list[tuple[int, int, int]]:
     """Changes when a line was appended, and when a target has written a file again."""
     version = []
     for file in (run.events_file, run.fetched_events_file):
         with contextlib.suppress(OSError):
             status = file.stat()
-            version.append((status.st_ino, status.st_size))
+            version.append((status.st_ino, status.st_size, status.st_mtime_ns))
     return version
 
 

@@ -10,7 +10,7 @@ from typing import Literal, cast
 
 import msgspec
 
-from penstock import processes, targets
+from penstock import log_lines, processes, targets
 from penstock.errors import PenstockError
 from penstock.gateway.accounting import store
 from penstock.gateway.accounting.usage_store import UsageStore
@@ -27,6 +27,7 @@ from penstock.world import Processes
 _TIMEOUT_S = 2.0
 _GATEWAY_STARTS = 3  # a gateway that died this often during `up` will not come
 _FRESH_S = 5.0
+_LAST_LINES = 20
 _PLACED_FRESH_S = 60.0  # its files come by a shared file system, and its clock is another machine's
 
 
@@ -100,12 +101,9 @@ def _placed(run: Run, last: Part, placements: Mapping[Unit, Placement]) -> Part:
 
 def last_words(log: Path) -> str:
     """The last line of a log as the end of a sentence, where it is an error."""
-    try:
-        lines = log.read_text("utf-8", "replace").strip().splitlines()
-    except OSError:
-        return ""
-    explains = lines and any(word in lines[-1].lower() for word in ("error", "err=", "cannot "))
-    return f"; its last line: {lines[-1][:200]}" if explains else ""
+    line = log_lines.last_words(log_lines.file_lines(log, follow=False, last=_LAST_LINES), signs=(), most=200) or ""
+    explains = any(word in line.lower() for word in ("error", "err=", "cannot "))
+    return f"; its last line: {line}" if explains else ""
 
 
 def gateways(run: Run, timeout_s: float = _TIMEOUT_S) -> list[Client]:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import hashlib
 import logging
 import math
 import os
-import shutil
 import signal
 import socket
 import ssl
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from penstock.gateway import compiled
 from penstock.gateway.accounting.entry import Accounting
@@ -44,13 +39,12 @@ from penstock.gateway.routing.replicas import ReplicaTable
 from penstock.gateway.routing.static_upstreams import LapsedProbes, StaticUpstreams
 from penstock.gateway.workers.link import ParentLink, WorkerSlot
 from penstock.gateway.workers.reports import Reporter
+from penstock.log_lines import bound_output
 from penstock.processes import raise_file_limit
-from penstock.text import MIB
 from penstock.wire.announcement import engine_key
 from penstock.world import REAL, World
 
 LEASE_CHECK_S = 1.0
-LOG_BYTES, _STDERR = 32 * MIB, 2
 
 log = logging.getLogger(__name__)
 
@@ -191,19 +185,9 @@ class Gateway:
         self._context.look_after(now)
         self.accounting.watch_keys()
         if self._is_first:
-            bound_log()
+            bound_output()
         if self._reporter.gpu_time is not None:
             self._reporter.gpu_time.tick(self._context.replicas.all(), now, self._context.unix())
         if self._reporter.link is not None:
             self._reporter.link.report()
         self._lease_timer = asyncio.get_running_loop().call_later(LEASE_CHECK_S, self._check_leases)
-
-
-def bound_log() -> None:
-    """Where standard error is a file that is appended to: at LOG_BYTES its lines go to NAME.1, and it begins anew."""
-    status = os.fstat(_STDERR)
-    is_appended = stat.S_ISREG(status.st_mode) and fcntl.fcntl(_STDERR, fcntl.F_GETFL) & os.O_APPEND
-    if is_appended and status.st_size >= LOG_BYTES:
-        with contextlib.suppress(OSError):  # a full disk: it is cut off all the same, since that is what fills it
-            shutil.copyfile(f"/proc/self/fd/{_STDERR}", f"{Path(f'/proc/self/fd/{_STDERR}').readlink()}.1")
-        os.ftruncate(_STDERR, 0)

@@ -21,6 +21,7 @@ import msgspec
 from penstock import engines, processes
 from penstock.engines import Engine
 from penstock.errors import UserError
+from penstock.log_lines import bound_output
 from penstock.node import leftovers
 from penstock.node.announcer import AdminClient
 from penstock.node.group.addresses import Formation
@@ -143,6 +144,7 @@ class TimedLines(threading.local):
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         with contextlib.suppress(OSError):
             self._stream.write("".join(f"{at} {line}\n" for line in whole))
+        bound_output()
 
     def flush(self) -> None:
         with contextlib.suppress(OSError):

@@ -27,10 +27,7 @@ def folder_for(
 ) -> str | None:
     """This node's folder for the engine's caches, made where absent; None where the user has set another, on the CPU,
     where little is compiled, and with a printed note where it cannot be used."""
-    if plan.device != "cuda" or engine.cache_variable is None or engine.cache_variable in environment:
-        return None
-    kind = hardware()
-    if not kind:
+    if plan.device != "cuda" or engine.cache_variable in (None, *environment) or not (kind := hardware()):
         return None
     name, version = (re.sub(r"[^\w.+-]+", "-", text) for text in (kind, f"{plan.engine}-{plan.engine_version}"))
     path = paths.home() / "engine-cache" / version / name

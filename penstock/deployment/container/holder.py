@@ -21,7 +21,7 @@ from penstock.errors import PenstockError, UserError
 from penstock.gateway.accounting import store
 from penstock.gateway.accounting.key_store import KeyStore
 from penstock.gateway.connections.listener import open_socket
-from penstock.log_lines import kept_lines
+from penstock.log_lines import LogReader
 from penstock.models.fetch import Progress
 from penstock.paths import write_atomically
 from penstock.run_folder import Desired, Run, replica
@@ -186,6 +186,6 @@ def _files(run: Run) -> Iterator[tuple[str, str]]:
         with contextlib.suppress(OSError):
             text = (run.path / name).read_text("utf-8", "replace")
             if name == run.events_file.name:
-                kept = kept_lines(run.events_file, _EVENTS_BYTES)[-_MAX_EVENTS:]
+                kept = [*LogReader(run.events_file, _EVENTS_BYTES).lines()][-_MAX_EVENTS:]
                 text = "".join(line.decode("utf-8", "replace") + "\n" for line in kept)
             yield name, text

@@ -40,9 +40,6 @@ class ChatPage:
         config = ui.write_config(self._run, gateway, host, port)
         return Command([sys.executable, "-m", "penstock.chat.page", str(config)], f"http://{near}")
 
-    def began(self, url: str) -> None:
-        """Nothing else hangs on it."""
-
     def outdated(self) -> str | None:
         """A gateway in a job has its node's address."""
         url = self._run.known_url

@@ -17,6 +17,7 @@ import msgspec
 from penstock.deployment.observe import last_words
 from penstock.errors import PenstockError
 from penstock.hardware import network
+from penstock.log_lines import bound_log
 from penstock.processes import Backoff, marks
 from penstock.run_folder import Part, Run
 from penstock.wire.announcement import Process
@@ -52,9 +53,6 @@ class Service(Protocol):
 
     def command(self, url: str | None) -> Command | str:
         """`url`: where it answered last. A text says why it cannot start."""
-
-    def began(self, url: str) -> None:
-        """It was started."""
 
     def outdated(self) -> str | None:
         """Why one that runs must start again with other settings."""
@@ -107,6 +105,7 @@ class Child:
         """
         try:
             self.service.prepare()
+            bound_log(self._run.log(self.service.role))
             self.turn(now)
         except (OSError, PenstockError) as exc:
             print(f"penstock: {self.service.role}: {exc}", flush=True)
@@ -157,7 +156,6 @@ class Child:
         )
         self._silent_at = now + self.service.start_s
         self._run.add_event(f"{self.service.role} started", command.url)
-        self.service.began(command.url)
 
     def _start(self, argv: list[str]) -> Process:
         carried = marks(str(self._run.path), self._run.record().id, self.service.role)

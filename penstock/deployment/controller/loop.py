@@ -26,6 +26,7 @@ from penstock.deployment.controller.watchdog import Sight
 from penstock.deployment.observe import History, Observation, gateways, look, summarise
 from penstock.deployment.replace import settle
 from penstock.errors import PenstockError
+from penstock.log_lines import bound_output
 from penstock.paths import is_full
 from penstock.processes import Backoff, marks
 from penstock.run_folder import (
@@ -135,6 +136,7 @@ class Controller:
         seen = look(self.run, self.history.gateway, self._world.processes)
         self.history = msgspec.structs.replace(self.history, gateway=seen.gateway)
         self.target.keep_up(self.run)
+        bound_output()
         self._note_failures(seen)
         self._note_repairs(seen)
         self._keep_measured(seen)

@@ -47,11 +47,10 @@ class Prometheus:
         if program is None:
             return f"not installed ({prometheus.INSTALL}); for one elsewhere: penstock metrics --export DIR"
         port = observe.port or lasting_port(url)
-        return Command(prometheus.argv(program, observe, self._folder, port), f"http://127.0.0.1:{port}")
-
-    def began(self, url: str) -> None:
-        if self._deployment.observe.grafana:
-            write_grafana(self._run.path / "grafana", url)
+        command = Command(prometheus.argv(program, observe, self._folder, port), f"http://127.0.0.1:{port}")
+        if observe.grafana:
+            write_grafana(self._run.path / "grafana", command.url)
+        return command
 
     def outdated(self) -> str | None:
         """It reads its targets again when they change."""

@@ -20,7 +20,7 @@ from penstock.deployment.autoscale import State as Remembered
 from penstock.deployment.controller.decide import Event
 from penstock.deployment.controller.load_samples import LoadSampler
 from penstock.deployment.observe import Observation
-from penstock.log_lines import append_line
+from penstock.log_lines import append
 from penstock.paths import is_full, write_atomically
 from penstock.planner import Plan
 from penstock.processes import Backoff
@@ -33,7 +33,7 @@ from penstock.wire.scaling import Scaling
 
 _EVERY_S = 1.0
 _SLACK_S = 0.25  # ticks are late, never early
-_SAMPLES_BYTES = 4 * MIB  # of samples.jsonl, and of samples.1.jsonl before it: some hours each
+_SAMPLES_BYTES = 4 * MIB  # of samples.jsonl, and of samples.jsonl.1 before it: some hours each
 _SAMPLES_KEPT = 10  # `scale` remembers what it has counted
 _WRITE_EVERY_S = 10.0
 _START_S = 100.0  # before the first start was measured
@@ -323,7 +323,7 @@ def _read(run: Run) -> Kept | None:
 
 def _append(run: Run, sample: Sample) -> None:
     try:
-        append_line(run.samples_file, msgspec.json.encode(sample), _SAMPLES_BYTES)
+        append(run.samples_file, msgspec.json.encode(sample) + b"\n", _SAMPLES_BYTES)
     except OSError as exc:
         if not is_full(exc):
             raise

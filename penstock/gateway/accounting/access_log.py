@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import itertools
 import logging
 import os
 from collections.abc import Sequence
@@ -16,6 +13,7 @@ import msgspec
 
 from penstock.errors import UserError
 from penstock.gateway.accounting.record import Record, text
+from penstock.log_lines import append
 from penstock.spec.gateway import STDERR
 from penstock.text import MIB
 
@@ -96,86 +94,40 @@ def write_lines(records: Sequence[Record]) -> list[bytes]:
 
 
 class AccessLog:
-    """Where the lines go. The constructor opens the file. Raises UserError.
+    """Where the lines go. The constructor makes the file. Raises UserError.
 
-    Whoever finds the file full renames it, under its lock; the others notice by its inode. So does a program that
-    rotates logs for the machine.
+    It is opened for each batch of lines, so another program may rename it: one that rotates logs for the machine.
     """
 
     def __init__(self, place: str) -> None:
-        self._place = place
-        self._is_file = place != STDERR
-        self._is_torn = False  # the disk was full in the middle of a line
+        self._file = Path(place) if place != STDERR else None
         self._is_failing = False
-        self._fd = _STDERR_FD
         self.n_lost = 0
-        if self._is_file:
-            try:
-                self._fd = _open(place)
-            except OSError as error:
-                raise UserError(f"cannot write access log {place!r}: {error.strerror}") from error
-
-    def close(self) -> None:
-        if self._is_file and self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        try:
+            self._append(b"")
+        except OSError as error:
+            raise UserError(f"cannot write access log {place!r}: {error.strerror}") from error
 
     def write(self, records: Sequence[Record]) -> None:
         self.append(write_lines(records))
 
     def append(self, lines: Sequence[bytes]) -> None:
         """Appends lines, or counts them as lost. One call of the system: lines of several workers do not mix."""
-        data = b"\n" + b"".join(lines) if self._is_torn else b"".join(lines)
-        n_written = 0
+        data, n_written = b"".join(lines), 0
         try:
-            if self._is_file:
-                self._follow()
-            n_written = os.write(self._fd, data)
+            n_written = self._append(data)
             if n_written < len(data):
                 raise OSError("the disk is full")
-            self._is_torn = False
             if self._is_failing:
                 log.warning("access log: it works again, %d lines are lost", self.n_lost)
             self._is_failing = False
         except OSError as error:
-            if n_written:
-                self._is_torn = data[n_written - 1 : n_written] != b"\n"
             self.n_lost += max(1, len(lines) - data[:n_written].count(b"\n"))
             if not self._is_failing:
                 log.error("access log: %s; requests continue without their lines", error.strerror or error)
             self._is_failing = True
 
-    def _follow(self) -> None:
-        """Opens the file anew where it was renamed, and renames it where it is full."""
-        if self._fd < 0:
-            self._fd = _open(self._place)
-        elif not _is_at(self._fd, self._place):
-            self._reopen()
-        if os.fstat(self._fd).st_size < ROTATE_BYTES:
-            return
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
-        try:
-            if _is_at(self._fd, self._place):  # no other worker was faster
-                names = [self._place, *(f"{self._place}.{number}" for number in range(1, MAX_KEPT + 1))]
-                for old, new in reversed([*itertools.pairwise(names)]):
-                    with contextlib.suppress(FileNotFoundError):
-                        Path(old).replace(new)
-        finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-        self._reopen()
-
-    def _reopen(self) -> None:
-        fd, self._fd = self._fd, -1
-        os.close(fd)
-        self._fd = _open(self._place)
-
-
-def _open(place: str) -> int:
-    return os.open(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-
-def _is_at(fd: int, place: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), Path(place).stat())
-    except FileNotFoundError:
-        return False
+    def _append(self, data: bytes) -> int:
+        if self._file is None:
+            return os.write(_STDERR_FD, data)
+        return append(self._file, data, ROTATE_BYTES, MAX_KEPT, mode=0o600)

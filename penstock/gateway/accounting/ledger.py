@@ -142,8 +142,9 @@ class Ledger:
         self._close_all()
 
     def _close_all(self) -> None:
-        for writer in reversed(self._writers):
-            writer.close()
+        for writer in (self._spans, self.store):
+            if writer is not None:
+                writer.close()
 
     def _turn(self) -> None:
         records = [self._records.popleft() for _ in range(len(self._records))]

@@ -75,7 +75,6 @@ class Writer(Protocol):
     n_lost: int
 
     def write(self, records: Sequence[Record]) -> None: ...
-    def close(self) -> None: ...
 
 
 def text(value: bytes) -> str:

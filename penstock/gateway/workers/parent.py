@@ -72,7 +72,7 @@ def serve(
         # their own connections, which must not cross the fork.
         connect(config.store).close()
     if config.access_log is not None:
-        AccessLog(config.access_log).close()
+        AccessLog(config.access_log)
     if on_bound is not None:
         on_bound(sockets)
     if config.workers == 1:

@@ -19,6 +19,7 @@ import msgspec
 from penstock import processes
 from penstock.errors import PenstockError
 from penstock.hardware import network
+from penstock.log_lines import bound_log
 from penstock.paths import write_atomically
 from penstock.processes import Backoff
 from penstock.run_folder import Run, Unit, order, unit_of
@@ -43,6 +44,7 @@ class Child:
 
     def keep_up(self, now: float) -> bool:
         """Whether it was started just now; `now`: monotonic seconds."""
+        bound_log(self._run.log(self.role))
         if self._process is not None and self._process.poll() is None:
             return False
         if self._process is not None:

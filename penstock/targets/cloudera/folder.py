@@ -21,7 +21,6 @@ from penstock.spec.blocks import Cloudera
 from penstock.targets.cloudera import amp, names
 from penstock.targets.cloudera.api import Object, Workbench
 from penstock.targets.code_archive import CodeArchive
-from penstock.text import MIB
 
 _FETCH_EVERY_S = 1.5
 _STATE, _DESIRED = "state.json", "desired.json"
@@ -195,10 +194,9 @@ def path_of(row: Object, folder: str) -> str:
     return path if path.startswith(f"{folder}/") else f"{folder}/{path}"
 
 
-def log_bytes(workbench: Workbench, run: Run, part: str, most_bytes: int = 64 * MIB) -> bytes | None:
+def log_bytes(workbench: Workbench, run: Run, part: str, ending: str) -> bytes | None:
     """A log in the project, of which the API gives only the whole."""
-    data = workbench.download(_there(run.name, f"logs/{part}.log"))
-    return None if data is None else data[-most_bytes:]
+    return workbench.download(_there(run.name, f"logs/{part}.log{ending}"))
 
 
 class Fetcher:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -153,10 +154,10 @@ class ClouderaAi(Target):
         n_nodes = run.plan().n_nodes if unit.kind == "replica" else 1
         parts = [names.log_of(unit.kind, unit.name, rank) for rank in range(n_nodes)]
         if session.is_inside(run):
-            reads = [lambda part=part: view.log_here(run, part) for part in parts]
+            reads = [partial(view.log_here, run, part) for part in parts]
         else:
             workbench = self._workbench_of(run)
-            reads = [lambda part=part: folder.log_bytes(workbench, run, part) for part in parts]
+            reads = [partial(folder.log_bytes, workbench, run, part) for part in parts]
         return view.log_lines(reads, follow, last, run.is_ended)
 
     # ---- the run folder ----------------------------------------------------------------------------------------------

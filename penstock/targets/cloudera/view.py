@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -18,12 +19,12 @@ from penstock.targets.cloudera.api import Object, Workbench
 from penstock.targets.cloudera.words import NodeRun, PodNote
 from penstock.targets.cloudera.workers import Worker
 
-# The whole bytes of one log, since the API of files gives only that; None while there is none.
-Read = Callable[[], bytes | None]
+# All bytes of one log, since the API of files gives only that, with ".1" of the older one; None: there is none.
+Read = Callable[[str], bytes | None]
 
 _LOOK_S = 1.5
+_COMPARED_BYTES = 200
 _ASK_WHY_S = 30.0  # a run that waits for longer may have a reason
-_LAST_BYTES = 64 * 1024 * 1024
 _ORDERED = Worker("scheduling")  # the launcher has not read the handle yet
 
 
@@ -102,18 +103,15 @@ def pod_note(workbench: Workbench, run: Run, part: str, row: Object | None) -> P
     return PodNote() if is_earlier else note
 
 
-def log_here(run: Run, part: str) -> bytes | None:
-    try:
-        with run.log(part).open("rb") as stream:
-            stream.seek(max(0, run.log(part).stat().st_size - _LAST_BYTES))
-            return stream.read()
-    except OSError:
-        return None
+def log_here(run: Run, part: str, ending: str) -> bytes | None:
+    with contextlib.suppress(OSError):
+        return Path(f"{run.log(part)}{ending}").read_bytes()
+    return None
 
 
 def log_lines(reads: Sequence[Read], follow: bool, last: int | None, is_over: Callable[[], bool]) -> Iterator[str]:
     """Lines of all logs, those of the second and later ones with "n1: " in front; `is_over` ends a followed one."""
-    ends = [0] * len(reads)
+    ends = dict[int, tuple[int, bytes]]()
     first = [_new_lines(rank, read, ends, is_whole=not follow) for rank, read in enumerate(reads)]
     kept = list(itertools.chain.from_iterable(first))
     yield from kept if last is None else kept[-last:] if last else []
@@ -123,13 +121,14 @@ def log_lines(reads: Sequence[Read], follow: bool, last: int | None, is_over: Ca
             yield from _new_lines(rank, read, ends, is_whole=False)
 
 
-def _new_lines(rank: int, read: Read, ends: list[int], is_whole: bool) -> list[str]:
+def _new_lines(rank: int, read: Read, ends: dict[int, tuple[int, bytes]], is_whole: bool) -> list[str]:
     """What was written since the last look; `is_whole`: the line that is begun too."""
-    data = read() or b""
-    if len(data) < ends[rank]:  # it was begun again
-        ends[rank] = 0
-    new = data[ends[rank] :]
+    data, rest, (end, before) = read("") or b"", b"", ends.get(rank, (0, b""))
+    if rank not in ends or len(data) < end or not data[:end].endswith(before):  # the older one has what was there
+        rest, end = (read(".1") or b"")[end:], 0
+    new = rest + data[end:]
     cut = len(new) if is_whole else new.rfind(b"\n") + 1
-    ends[rank] += cut
+    end = max(0, end + cut - len(rest))
+    ends[rank] = end, data[max(0, end - _COMPARED_BYTES) : end]
     front = f"n{rank}: " if rank else ""
     return [f"{front}{line}" for line in new[:cut].decode("utf-8", "replace").splitlines()]

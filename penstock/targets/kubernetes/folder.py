@@ -18,7 +18,7 @@ import msgspec
 
 from penstock import paths
 from penstock.errors import PenstockError
-from penstock.log_lines import kept_lines
+from penstock.log_lines import LogReader
 from penstock.paths import write_atomically
 from penstock.run_folder import Desired, Record, Run, State, is_locked
 from penstock.targets.kubernetes import objects, traffic
@@ -241,7 +241,7 @@ def _content(run: Run) -> dict[str, str]:
             data[key] = (run.path / file).read_text("utf-8", "replace")
     data["gateway.json"] = msgspec.json.encode(run.gateway_file()).decode()
     if "events.jsonl" in data:
-        lines = kept_lines(run.events_file, _EVENTS_BYTES)[-_MAX_EVENTS:]
+        lines = [*LogReader(run.events_file, _EVENTS_BYTES).lines()][-_MAX_EVENTS:]
         data["events.jsonl"] = "".join(line.decode("utf-8", "replace") + "\n" for line in lines)
     return data
 

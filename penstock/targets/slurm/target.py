@@ -22,6 +22,7 @@ import msgspec
 
 from penstock.errors import PenstockError, Problem, UserError
 from penstock.hardware import Machine
+from penstock.log_lines import bound_log
 from penstock.paths import home
 from penstock.planner import Plan
 from penstock.run_folder import Artifact, Handle, Kind, Launch, Run, Unit, order, replica, unit_of
@@ -201,6 +202,7 @@ class Slurm(Target):
     def keep_up(self, run: Run) -> None:
         """Start requeued jobs now, which Slurm holds for two minutes; cancel gateways that drained for too long."""
         for key, entry in run.handle().units.items():
+            bound_log(run.log(_log_name(unit_of(key))))
             job = (self._queue.cached() or {}).get(str(entry.get("job")))
             is_held = job is not None and job.is_queued and job.reason == "BeginTime"
             if is_held and unit_of(key).kind == "replica" and self._is_due(str(entry["job"])):
@@ -383,7 +385,7 @@ def _placement_of(
     if before is not None and before.state == "gone" and (job is None or (job.is_over and before.is_final)):
         return before
     placement = _placement(job, note, lead_s, before) if job is not None else _forgotten(number, note)
-    if job is not None and job.is_over and job.reason == _NOT_LAUNCHED and not _has_notes(run):
+    if job is not None and job.is_over and job.reason == _NOT_LAUNCHED and not any((run.path / "jobs").glob("*")):
         # Slurm could not even open its log, and another job of ours would end in the same way.
         words = f"its job {number} could not start: {job.nodes} does not see {run.path} ({_NOT_LAUNCHED}). {_SHARED}"
         placement = Placement("gone", words, is_final=True)
@@ -426,12 +428,6 @@ def _forgotten(number: str, note: str | None) -> Placement:
     if note is None or note.startswith("started"):
         return Placement("gone", f"Slurm does not know its job {number} any more")
     return Placement("gone", f"its job {number} {queue.end_in_words('is over', note)}")
-
-
-def _has_notes(run: Run) -> bool:
-    """Whether a job has written into the run's folder: then the nodes see it."""
-    folder = run.path / "jobs"
-    return folder.is_dir() and any(folder.iterdir())
 
 
 def _note(run: Run, number: str) -> str | None:

@@ -26,7 +26,7 @@ from penstock.wire.announcement import Process
 
 _START_S = 60.0
 _END_MARGIN_S = 30.0
-_KEPT_LOG_BYTES = 32 * 1024 * 1024
+_BOTH_FILES = 'tail -n +1 "$0.1" 2>/dev/null; tail -n +1 "$0"'  # of a log, which its node bounds
 _PASSED_ON = ("HF_TOKEN", "HF_ENDPOINT", "HUGGING_FACE_HUB_TOKEN")
 
 
@@ -271,7 +271,7 @@ class RunHosts:
             if node.host in away:
                 continue
             with contextlib.suppress(PenstockError):
-                words = ["tail", "-c", str(_KEPT_LOG_BYTES), f"{node.folder}/{log_name(replica, rank)}"]
+                words = ["sh", "-c", _BOTH_FILES, f"{node.folder}/{log_name(replica, rank)}"]
                 text = self.ssh.check_run(node.host, words, timeout_s=_START_S).text
                 front = f"{short_name(node.host)}: " if len(nodes) > 1 else ""
                 parts += [f"{front}{line}\n" for line in text.splitlines()]
