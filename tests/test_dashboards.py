@@ -13,6 +13,7 @@ import promql_parser
 import pytest
 import yaml
 from dashboard_queries import queries
+from golden_files import table
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from penstock.deployment.metrics import write_grafana
@@ -121,50 +122,6 @@ def test_a_grafana_of_the_run_gets_all_files_with_its_folder_and_prometheus(tmp_
     assert names == {f"grafana/{name}" for name in written}
 
 
-# The documented structure, as far as a board uses it: additionalProperties catches what is not in it.
-# https://cloud.google.com/monitoring/api/ref_v3/rest/v1/projects.dashboards
-def message(required: str = "", **fields: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": fields, "required": required.split(), "additionalProperties": False}
-
-
-TEXT, NUMBER, WHOLE = {"type": "string"}, {"type": "number"}, {"type": "integer", "minimum": 0}
-QUERY = message("prometheusQuery", prometheusQuery={"type": "string", "minLength": 1}, unitOverride=TEXT)
-# "Color is not allowed in a XyChart", and there neither is a direction.
-LINE = message("value", value=NUMBER, label=TEXT)
-COLOR, DIRECTION = {"enum": ["YELLOW", "RED"]}, {"enum": ["ABOVE", "BELOW"]}
-LIMIT = message("value color direction", value=NUMBER, color=COLOR, direction=DIRECTION)
-DATA_SET = message(
-    "timeSeriesQuery",
-    timeSeriesQuery=QUERY,
-    plotType={"enum": ["LINE", "STACKED_AREA", "STACKED_BAR", "HEATMAP"]},
-    targetAxis={"enum": ["Y1", "Y2"]},
-    legendTemplate=TEXT,
-)
-CHART = message(
-    "dataSets",
-    dataSets={"type": "array", "items": DATA_SET, "minItems": 1},
-    yAxis=message(label=TEXT, scale={"enum": ["LINEAR", "LOG10"]}),
-    thresholds={"type": "array", "items": LINE},
-    chartOptions=message(mode={"enum": ["COLOR", "X_RAY", "STATS"]}),
-)
-CARD = message(
-    "timeSeriesQuery",
-    timeSeriesQuery=QUERY,
-    thresholds={"type": "array", "items": LIMIT},
-    sparkChartView=message("sparkChartType", sparkChartType={"enum": ["SPARK_LINE", "SPARK_BAR"]}),
-)
-WIDGET = message("title", title=TEXT, xyChart=CHART, scorecard=CARD, sectionHeader=message(
-    subtitle=TEXT, dividerBelow={"type": "boolean"},
-)) | {"minProperties": 2, "maxProperties": 2}  # fmt: skip
-TILE = message("width height widget", xPos=WHOLE, yPos=WHOLE, width=WHOLE, height=WHOLE, widget=WIDGET)
-DASHBOARD = message(
-    "displayName mosaicLayout",
-    displayName=TEXT,
-    labels={"type": "object", "additionalProperties": TEXT},
-    mosaicLayout=message("columns tiles", columns={"maximum": 48}, tiles={"type": "array", "items": TILE}),
-)
-
-
 def prometheus_queries(content: Any) -> list[str]:
     if isinstance(content, dict):
         below = [each for value in content.values() for each in prometheus_queries(value)]
@@ -174,7 +131,7 @@ def prometheus_queries(content: Any) -> list[str]:
 
 def test_google_clouds_board_has_the_documented_structure() -> None:
     content = json.loads(json.dumps(google.dashboard("qwen")))
-    jsonschema.validate(content, DASHBOARD)
+    jsonschema.validate(content, table("google_dashboard.yaml"))
     tiles = content["mosaicLayout"]["tiles"]
     assert_no_overlap([tuple(tile[side] for side in ("xPos", "yPos", "width", "height")) for tile in tiles], 48)
     for expr in prometheus_queries(content):
