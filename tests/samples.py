@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from golden_files import table
 
 from penstock import run_folder as runs
 from penstock.deployment import planning
@@ -15,41 +16,12 @@ from penstock.planner.launch import Sized
 from penstock.run_folder import Artifact, Desired, Draft, GatewayFile, Run, State
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment
-from penstock.text import GIB, MIB
+from penstock.text import GIB
 from penstock.wire.announcement import Announcement, GatewayView, Process, ReplicaView
 
 NOW = 1_800_000_000.0
 
-LLAMA_70B = ModelFacts(
-    reference="meta-llama/Llama-3.1-70B-Instruct",
-    path="/models/llama70",
-    form="safetensors",
-    architecture="LlamaForCausalLM",
-    weights_bytes=141_107_412_992,
-    n_shards=30,
-    n_layers=80,
-    hidden=8192,
-    n_heads=64,
-    n_kv_heads=8,
-    head_dim=128,
-    vocab=128_256,
-    max_position=131_072,
-)
-DEMO = ModelFacts(
-    reference="penstock-demo",
-    path="/models/demo",
-    form="safetensors",
-    architecture="LlamaForCausalLM",
-    weights_bytes=6 * MIB,
-    n_shards=3,
-    n_layers=4,
-    hidden=256,
-    n_heads=8,
-    n_kv_heads=4,
-    head_dim=32,
-    vocab=2048,
-    max_position=1024,
-)
+LLAMA_70B, DEMO = msgspec.convert(table("plan/models.yaml"), list[ModelFacts])
 
 
 def cpu_machine(free_gib: float = 16, n_cpus: int = 8, memory_gib: float = 32) -> Machine:
