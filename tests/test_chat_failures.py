@@ -20,7 +20,6 @@ from penstock.wire.waiting import Waiting
 
 URL = "http://127.0.0.1:8000/v1/chat/completions"
 VLLM = json.loads((Path(__file__).parent / "golden" / "vllm-0.32.0" / "errors.json").read_text("utf-8"))
-LONG = "This model's maximum context length is 4096 tokens. However, you requested "
 
 
 @pytest.mark.parametrize(("waiting", "words"), table("chat/waits.yaml"))
@@ -32,48 +31,25 @@ def answered(status: int, message: str, code: str, retry_after: str | None = Non
     return http_error(URL, status, "Refused", error_body(status, message, code), retry_after, "req-1")
 
 
-QUEUE_FULL = "too many requests wait for model 'm' already", "queue_full", "5"
-RATE = "key 'ann' has used its 10 requests a minute", "rate_limit_exceeded", "75"
-QUOTA = "key 'ann' has used its $5 this month", "insufficient_quota", "900000"
-NO_REPLICA = "model 'm' has no replica that takes requests now", "no_replica"
-NO_MODEL = "the model 'x' does not exist", "model_not_found"
-ENDED = "the engine ended the connection", "upstream_failed"
-NO_KEY = "the key sk-secret is not valid", "invalid_api_key"
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "text"),
-    [
-        (answered(429, *QUEUE_FULL), "overload", "Too many requests wait for model 'm' already. Try again in 5 s."),
-        (answered(429, *RATE), "overload", "Key 'ann' has used its 10 requests a minute. Try again in 1m15s."),
-        (answered(429, *QUOTA), "quota", "Key 'ann' has used its $5 this month. Ask the owner of the server for more."),
-        (answered(503, *NO_REPLICA), "overload", "Model 'm' has no replica that takes requests now. Try again in a mo"),
-        (answered(404, *NO_MODEL), "model", "The model 'x' does not exist. Choose"),
-        (answered(502, *ENDED), "lost", "The engine ended the connection. T"),
-        (answered(401, *NO_KEY), "key", "The server does not accept the key: it may be wrong, expired or revoked. Use"),
-        (answered(400, "System role not supported", "400"), "system", ""),
-        (answered(400, "At most 0 image(s) may be provided in one prompt.", "400"), "images", ""),
-        (http_error(URL, 500, "", b""), "failed", "The server answered 500. Try again."),
-        (http_error(URL, 503, "Busy", b"<html>", None, None), "overload", "<html>. Try again in a moment."),
-    ],
-)
-def test_a_refusal_says_what_to_do_next(error: HttpError, kind: str, text: str) -> None:
+def check_refusal(error: HttpError, kind: str, text: str) -> None:
     failure = failure_of(error)
     assert failure.kind == kind and failure.text.startswith(text)
     assert failure.retry_after_s == error.retry_after_s and failure.request_id == error.request_id
     assert "sk-secret" not in failure.text, "a key that is refused is not repeated"
 
 
-@pytest.mark.parametrize(
-    ("message", "start", "over_tokens"),
-    [
-        (f"{LONG}5000 tokens (4500 in the messages, 500 in the completion).", "This is 904 tokens too long", 904),
-        (f"{LONG[:-15]}your messages resulted in 6164 tokens. Please", "This is 2,068 tokens too long", 2068),
-        (f"{LONG}512 output tokens and your prompt contains at least 3585 input", "This is too long for the mod", None),
-        ("the request exceeds the available context size, try it", "This is too long for the model. L", None),
-        ("request (5000 tokens) exceeds the available context size (4096 tokens)", "This is 904 tokens too long", 904),
-    ],
-)
+@pytest.mark.parametrize("case", table("chat/refusals.yaml"), ids=lambda case: case["code"])
+def test_a_refusal_says_what_to_do_next(case: dict[str, Any]) -> None:
+    error = answered(case["status"], case["message"], case["code"], case.get("retry_after"))
+    check_refusal(error, case["kind"], case["text"])
+
+
+def test_a_refusal_without_an_error_in_it_says_its_status_or_its_text() -> None:
+    check_refusal(http_error(URL, 500, "", b""), "failed", "The server answered 500. Try again.")
+    check_refusal(http_error(URL, 503, "Busy", b"<html>", None, None), "overload", "<html>. Try again in a moment.")
+
+
+@pytest.mark.parametrize(("message", "start", "over_tokens"), table("chat/too_long.yaml"))
 def test_a_prompt_that_is_too_long_says_how_much(message: str, start: str, over_tokens: int | None) -> None:
     failure = failure_of(answered(400, message, "400"))
     assert (failure.kind, failure.over_tokens) == ("too_long", over_tokens) and failure.text.startswith(start)

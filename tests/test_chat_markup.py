@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from golden_files import table
 from msgspec.structs import replace
 
 from penstock.chat.conversation import Turn
@@ -19,34 +20,8 @@ from penstock.chat.page.footers import footer
 from penstock.chat.page.markup import Markup, sections, shown
 from penstock.chat.statistics import Statistics
 
-D, E = "\ue000", "\ue001"
-F, G = "\ue002", "\ue003"
 
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("$5 and $6", "$5 and $6"),
-        ("costs $5, $x$ is free", f"costs $5, {F}x{G} is free"),
-        ("\\$x$ and US$5 a$b$c", "\\$x$ and US$5 a$b$c"),
-        ("$$a\n\nb$$", f"{D}a\n\nb{E}"),
-        ("\\[a\\] and \\(b<c\\)", f"{D}a{E} and {F}b\\lt c{G}"),
-        ("`$x$ <b>` <b>", "`$x$ <b>` &lt;b>"),
-        ("```\n<b> $x$\n```\n<b>", "```\n<b> $x$\n```\n&lt;b>"),
-        ("1. so\n\n    ```c\n    if (a <b) {}\n    ```", "1. so\n\n    ```c\n    if (a <b) {}\n    ```"),
-        ("- ```\n  <b>\n  ```\n<b>", "- ```\n  <b>\n  ```\n&lt;b>"),
-        ("```x``` <b>", "```x``` &lt;b>"),
-        ("~~~\n```\n<b>\n~~~\n<b>", "~~~\n```\n<b>\n~~~\n&lt;b>"),
-        ("~~~\r~~~\r<b>", "~~~~~~<b>"),
-        ("a<br>b <https://example.com>", "a<br>b <https://example.com>"),
-        ("![cat](https://evil.example/?a)", "[image: cat](https://evil.example/?a)"),
-        ("![cat](data:image/png;base64,AA)", "![cat](data:image/png;base64,AA)"),
-        ("![cat][ref] ![`a`](//evil.example)", "&#33;[cat][ref] &#33;[`a`](//evil.example)"),
-        ("![a](b_(c)) ![a [b]](c)", "&#33;[a](b_(c)) &#33;[a [b]](c)"),
-        (f"{F}x{G}", "x"),
-        ("`a\n\nb` <b>", "`a\n\nb` &lt;b>"),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), table("chat/markup.yaml"))
 def test_html_and_images_become_text_and_formulas_get_their_delimiters(text: str, expected: str) -> None:
     assert shown(text) == expected
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden_files import table
 from msgspec.structs import replace
 
 from penstock.chat.settings import SERVER_DEFAULTS, Settings
@@ -115,25 +116,7 @@ def test_one_question_or_lines_from_a_pipe_give_answers_only(client: Client) -> 
     assert pipe(client, "a b\n\n  \nc\n") == "1:a 2:b 3:a\n1:c 2:c 3:c\n"
 
 
-# Typed lines; ^C is the key.
-TALKS: dict[str, tuple[Settings, str]] = {
-    "conversation": (
-        Settings(system="whisper", max_tokens=3),
-        "a b||  |c|/system|/system shout|d|/reset|e| /etc/passwd|/quit|never sent",
-    ),
-    "again-and-saved": (
-        SHORT,
-        "/retry|a|b|/retry|/edit c|/edit|/shorten|d|/shorten|/save talk.md|/save talk.md|/save",
-    ),
-    "settings": (
-        replace(SHORT, model="m"),
-        "/set|/set temperature 0.5|/set temperature 3|/set top_k x|/set temprature 1|/set max_tokens 9999|"
-        "/set stop END|/set json-mode on|/set json_mode maybe|/set thinking off|a|/set thinking|/set stop",
-    ),
-    "models-times-help": (SHORT, "/model|/model nope|/model other|a|/stats|b|/stats|c|/help|/nope|^C"),
-    "failures": (Settings(max_tokens=100_000), "a|b"),
-    "too-long": (SHORT, f"{'a ' * 600}|b|{'c ' * 600}|/shorten|/retry|/shorten|/edit d"),
-}
+TALKS: dict[str, dict[str, Any]] = table("chat/talks.yaml")
 
 
 def chosen(body: dict[str, object]) -> str:
@@ -150,8 +133,9 @@ def test_a_talk_is_the_golden_one(
 ) -> None:
     """What a person sees of typed lines, and the messages that are sent. PENSTOCK_WRITE_GOLDEN=1 writes the file."""
     monkeypatch.chdir(tmp_path)
-    (settings, lines), n_before = TALKS[name], len(engine.seen)
-    typed = (KeyboardInterrupt if line == "^C" else line for line in lines.split("|"))
+    settings, n_before = Settings(**TALKS[name]["settings"]), len(engine.seen)
+    lines = (re.sub(r"(\w )\.\.\. ", lambda word: 600 * word[1], line) for line in TALKS[name]["typed"])
+    typed = (KeyboardInterrupt if line == "^C" else line for line in lines)
     shown = talk(client, *typed, settings=settings).replace(engine.url, "URL")
     shown = re.sub(r"TTFT .*(?=· 3 tokens)", "TTFT and speed ", shown)
     bodies = [json.loads(request.body) for request in engine.seen[n_before:] if request.body]
