@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from gateway_rig import CHAT, SSE_HEAD, STREAM, Client, Gate, Rig, chunk, hang_up, rig_with, say
+from golden_files import table
 from store_rig import NOW, Store
 from virtual_loop import advance
 
@@ -22,18 +23,9 @@ from penstock.wire.http1 import END
 
 VLLM = json.loads((Path(__file__).parent / "golden" / "vllm-0.32.0" / "errors.json").read_text("utf-8"))
 TOO_LONG = json.dumps(VLLM["chat too long"]["body"]).encode()
-# vllm/v1/engine/exceptions.py, as `engine_died.sse` has it; xllamacpp 2026.10, asked with a prompt of 6013 tokens.
+# vllm/v1/engine/exceptions.py, as `engine_died.sse` has it.
 DIED = b'{"error": {"message": "EngineCore encountered an issue. See stack trace (above) for the root cause.", '
 DIED += b'"type": "InternalServerError", "param": null, "code": 500}}'
-LLAMA_TOO_LONG = (
-    b'{"error":{"code":400,"message":"request (6013 tokens) exceeds the available context size (1024 tokens), try '
-    b'increasing it","type":"exceed_context_size_error","n_prompt_tokens":6013,"n_ctx":1024}}'
-)
-LLAMA_IMAGE = (
-    b'{"error":{"code":500,"message":"image input is not supported - hint: if this is unexpected, you may need to '
-    b'provide the mmproj","type":"server_error"}}'
-)
-LLAMA_LOADING = b'{"error":{"message":"Loading model","type":"unavailable_error","code":503}}'
 HALF = b'data: {"choices":[{"delta":{"content":"half"}}]}\n\n'
 
 
@@ -121,11 +113,7 @@ async def test_a_gateway_that_took_anothers_place_holds_requests_until_its_first
 
 ENGINE = [
     (answer(400, TOO_LONG), "too_long", "This is too long for the model, which takes 512 tokens together with its"),
-    (answer(400, LLAMA_TOO_LONG), "too_long", "This is 4,989 tokens too long for the model: 6,013 tokens"),
-    (answer(500, LLAMA_IMAGE), "images", "This model takes no images."),
-    (answer(400, b'{"error":{"message":"System role not supported","code":400}}'), "system", "This model takes no s"),
-    (answer(400, b'{"error":{"message":"demo is not a multimodal model"}}'), "images", "This model takes no images."),
-    (answer(503, LLAMA_LOADING), "overload", "Loading model. Try again in a moment."),
+    *((answer(status, body.encode()), *told) for status, body, *told in table("chat/engine_refusals.yaml")),
     (SSE_HEAD + chunk(HALF) + chunk(b"data: %s\n\ndata: [DONE]\n\n" % DIED) + b"0\r\n\r\n", "lost", "The answer broke"),
     (SSE_HEAD + chunk(HALF), "lost", "The answer broke off (the engine closed the connection). What was said stays"),
     (SSE_HEAD + chunk(HALF) + b"0\r\n\r\n", "lost", "The answer broke off. What was said stays"),
