@@ -9,8 +9,8 @@ from typing import Any
 import live_samples as samples
 import msgspec
 import pytest
-from axe_playwright_python.sync_playwright import Axe
-from chromium import WAIT_S, chromium
+from chat_page_driver import browser_fixture, violations  # noqa: F401
+from chromium import WAIT_S
 from launching import Place, ask
 from page_server import PageServer, Script
 from playwright.sync_api import Browser, Page, Request, expect
@@ -26,12 +26,6 @@ pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 HOSTILE = '"><img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\u202e{{script}}'
 WIDE, PHONE = {"width": 1360, "height": 900}, {"width": 360, "height": 780}
 Open = Callable[..., Page]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture
@@ -81,12 +75,6 @@ def playing(*snapshots: Snapshot, with_history: bool = True) -> Script:
     return script
 
 
-def check_accessibility(page: Page) -> None:
-    results = Axe().run(page)
-    bad = [rule for rule in results.response["violations"] if rule["impact"] in ("serious", "critical")]
-    assert not bad, [(rule["id"], [node["html"][:200] for node in rule["nodes"]]) for rule in bad]
-
-
 def test_page_draws_every_part(open_page: Open) -> None:
     with PageServer(playing(samples.snapshot(), samples.snapshot(samples.AT + 1)), prefix="/some/prefix") as server:
         page = open_page(server.url, today=samples.AT)  # events of another day show their date
@@ -110,9 +98,9 @@ def test_page_draws_every_part(open_page: Open) -> None:
         )
         expect(page.locator(".plot").first).to_have_attribute("aria-label", re.compile("Tokens, last hour: output now"))
         expect(page.locator(".tile svg").first).to_have_attribute("aria-label", re.compile("Requests: now .*/s, least"))
-        check_accessibility(page)
+        assert violations(page) == []
         page.emulate_media(color_scheme="dark", reduced_motion="reduce")
-        check_accessibility(page)
+        assert violations(page) == []
 
 
 @pytest.mark.nightly
@@ -159,7 +147,7 @@ def test_key_is_asked_for_kept_in_the_tab_and_not_in_the_address(open_page: Open
     with PageServer(playing(samples.snapshot()), key="right") as server:
         page = open_page(server.url, may_complain=True)  # Chromium logs each 401
         expect(page.get_by_label("Scrape key")).to_be_focused()
-        check_accessibility(page)
+        assert violations(page) == []
         page.keyboard.type("wrong")
         page.keyboard.press("Enter")
         expect(page.locator("#key-problem")).to_have_text("The gateway refused this key.")
@@ -260,7 +248,7 @@ def test_phone_shows_all_without_scrolling_sideways(open_page: Open) -> None:
         expect(page.locator("#replicas tr")).to_have_count(12)
         page.locator("summary").first.click()
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-        check_accessibility(page)
+        assert violations(page) == []
 
 
 @pytest.mark.nightly
