@@ -6,7 +6,6 @@ import asyncio
 import ssl
 import stat
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -296,19 +295,15 @@ def test_sessions_end_after_a_month_without_use(tmp_path: Path) -> None:
     assert Sessions(file, 100 * day).find(token, 100 * day) is None
 
 
-def damage(file: Path) -> None:
-    file.write_text('{"a": {"key"')
-
-
-def open_to_all(file: Path) -> None:
-    file.chmod(0o644)
-
-
-@pytest.mark.parametrize(("harm", "words"), [(damage, "could not read"), (open_to_all, "could be read by others")])
-def test_sessions_that_cannot_be_trusted_end(tmp_path: Path, harm: Callable[[Path], None], words: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "mode", "words"),
+    [('{"a": {"key"', 0o600, "could not read"), (None, 0o644, "could be read by others")],
+)
+def test_sessions_that_cannot_be_trusted_end(tmp_path: Path, text: str | None, mode: int, words: str) -> None:
     file, lines = tmp_path / "s.json", list[str]()
     token = Sessions(file, 0.0).open("k", 0.0)
-    harm(file)
+    file.write_text(text or file.read_text())
+    file.chmod(mode)
     sessions = Sessions(file, 0.0, lines.append)
     assert sessions.find(token, 0.0) is None and words in lines[0]
     again = sessions.open("k", 0.0)

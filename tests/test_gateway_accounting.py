@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import sqlite3
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from virtual_loop import advance, loop
 
 from penstock.gateway.accounting import ledger, store_writer
 from penstock.gateway.accounting.key_store import Limits
+from penstock.gateway.accounting.store_writer import StoreWriter
 from penstock.gateway.accounting.usage_store import FOLD_ROWS, UsageStore, month_of
 from penstock.gateway.config import ServedModel
 from penstock.spec.gateway import Limits as ClientLimits
@@ -410,29 +413,21 @@ async def test_keys_and_spending_of_another_process_are_seen(place: str) -> None
             await advance(0.005)
 
 
-def break_step(rig: Rig, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise sqlite3.OperationalError("broken")
-
-    writer, loop = writer_of(ledger_of(rig)), asyncio.get_running_loop()
-    steps: dict[str, tuple[object, str, Any]] = {
-        "the store is away": (writer._database, "refresh", fail),
-        "keys cannot be read": (writer._keys, "all", fail),
-        "the revision cannot be read": (writer._keys, "revision", fail),
-        "the thread does nothing": (writer, "turn", lambda *_: None),
-        "the loop gets no message": (writer, "tell", lambda _: None),
-        "the loop cannot take it": (writer, "tell", lambda _: loop.call_soon_threadsafe(fail)),
-    }
-    monkeypatch.setattr(*steps[fault])
+def fail(*_: object) -> None:
+    raise sqlite3.OperationalError("broken")
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        *("the store is away", "keys cannot be read", "the revision cannot be read", "the thread does nothing"),
-        *("the loop gets no message", "the loop cannot take it"),
-    ],
-)
+FAULTS: dict[str, Callable[[StoreWriter], tuple[object, str, Any]]] = {
+    "the store is away": lambda writer: (writer._database, "refresh", fail),
+    "keys cannot be read": lambda writer: (writer._keys, "all", fail),
+    "the revision cannot be read": lambda writer: (writer._keys, "revision", fail),
+    "the thread does nothing": lambda writer: (writer, "turn", lambda *_: None),
+    "the loop gets no message": lambda writer: (writer, "tell", lambda _: None),
+    "the loop cannot take it": lambda writer: (writer, "tell", partial(loop().call_soon_threadsafe, fail)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 async def test_a_revoked_key_ends_whatever_fails(
     place: str, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -441,7 +436,7 @@ async def test_a_revoked_key_ends_whatever_fails(
     async with rig_with(say(ANSWER), **facts) as (rig, _, _):
         assert await statuses(rig, secret, 1) == [200]
         with monkeypatch.context() as patch:
-            break_step(rig, fault, patch)
+            patch.setattr(*FAULTS[fault](writer_of(ledger_of(rig))))
             revoke_elsewhere(place, "alice")
             await advance(12)
             assert await statuses(rig, secret, 1) == [200]
