@@ -149,7 +149,7 @@ def test_what_is_missing_short_newer_or_a_link_out_of_the_cache_does_not_fit(ser
 @pytest.mark.parametrize(
     ("word", "words"),
     [
-        ("", "is empty"),  # an unset variable of a script, and not the current folder
+        ("", '"" is no model'),  # an unset variable of a script, and not the current folder
         ("llama-3.1-8b", "Give its hub id: meta-llama/Meta-Llama-3.1-8B"),
         ("https://huggingface.co/org/tiny/tree/main", "Give its name: org/tiny."),
     ],
