@@ -59,11 +59,11 @@ def check_port(host: str, port: int, field: str = "gateway.port") -> None:
             probe.listen(1)
     except (OSError, ValueError) as exc:  # a host that is no name at all is a ValueError
         message = f"cannot listen on {host}:{port}: {(getattr(exc, 'strerror', None) or str(exc)).lower()}"
-        detail = _holder(port)
-        hint = f"End that process, or choose another port: --set {field}=PORT (0 takes any free one)."
         if not isinstance(exc, OSError) or isinstance(exc, socket.gaierror) or exc.errno == errno.EADDRNOTAVAIL:
-            detail, hint = None, "Set gateway.host to an address of this machine: 127.0.0.1, or 0.0.0.0 for all it has."
-        raise UserError(message, detail=detail, hint=hint) from exc
+            hint = "Set gateway.host to an address of this machine: 127.0.0.1, or 0.0.0.0 for all it has."
+            raise UserError(message, hint=hint) from exc
+        hint = f"End that process, or choose another port: --set {field}=PORT (0 takes any free one)."
+        raise UserError(message, detail=_holder(port), hint=hint) from exc
 
 
 def _holder(port: int) -> str | None:
