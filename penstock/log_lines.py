@@ -86,11 +86,12 @@ def bound_log(path: Path, most_bytes: int = LOG_BYTES, n_older: int = 1) -> None
 
     It stays the same file for programs that append to it. What they write in that instant is lost, unless by `append`.
     """
+    with contextlib.suppress(OSError):
+        if path.stat().st_size < most_bytes:  # nearly always, and it is asked once a second or after each line
+            return
     with contextlib.suppress(OSError), path.open("r+b") as stream:
-        if stream.seek(0, os.SEEK_END) < most_bytes or not _lock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            return
-        if stream.seek(0, os.SEEK_END) < most_bytes:  # another process was faster
-            return
+        if not _lock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB) or stream.seek(0, os.SEEK_END) < most_bytes:
+            return  # another process turns it, or just has
         for number in range(n_older - 1, 0, -1):
             with contextlib.suppress(FileNotFoundError):
                 older(path, number).replace(older(path, number + 1))
@@ -130,10 +131,8 @@ def _lock(file: int | IO[bytes], operation: int) -> bool:
     """Return whether no other process has the lock. A file system may have no locks."""
     try:
         fcntl.flock(file, operation)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
     return True
 
 
