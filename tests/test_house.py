@@ -17,7 +17,7 @@ LOOSE = {"errors", "text", "paths", "processes", "log_lines", "world", "__init__
 # Room -> (ceiling, budget), in lines of *.py. A file is in the room with the longest name that its path begins with.
 ROOMS = {
     "": (770, 691),  # errors text paths processes world
-    "log_lines.py": (205, 139),  # every log's bound, and who reads across it
+    "log_lines.py": (204, 139),  # every log's bound, and who reads across it
     "run_folder.py": (596, 720),
     "spec/": (1348, 1200),
     "hardware/": (719, 670),
@@ -45,7 +45,7 @@ ROOMS = {
     "targets/cloudera/": (4174, 2390),
     "targets/vessl/": (2072, 1020),
     "gateway/": (2278, 1150),
-    "gateway/requests/": (779, 560),
+    "gateway/requests/": (778, 560),
     "gateway/metrics/": (956, 850),
     "gateway/accounting/": (2729, 2030),
     "gateway/connections/": (1124, 1050),

@@ -38,7 +38,7 @@ class State:
     """What a request does now. `replica_name`: of the replica that it counts on, empty without one."""
 
     replica_name = ""
-    is_queued = False  # it waits for a replica, and would be told that there is none
+    held_at: float | None = None  # since when it is in the queue for a replica
     task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -139,7 +139,7 @@ class ForwardedRequest:
         if self.client.is_gone:
             is_whole = self.ending is not None and self.ending.has_done()
             self.settle("complete" if is_whole else "client_gone")
-        elif self.state.is_queued:
+        elif self.state.held_at is not None:
             self.refuse_for_now()
         else:
             self.end_early("the gateway is shutting down")

@@ -87,7 +87,6 @@ class Waiting(State):
     """No replica takes it now, or it pauses before it is sent again."""
 
     _entry: QueueEntry | None = None
-    _held_at: float | None = None  # since when it is in the queue
 
     def __init__(self, request: ForwardedRequest, pause_s: float) -> None:
         self._request = request
@@ -121,7 +120,7 @@ class Waiting(State):
             return None
         if context.queue.waiting_for(model) == 1:  # the first; once a second for all
             context.wake_sleeper(model, now)
-        self._held_at, self.is_queued = now, True
+        self.held_at = now
         comment_at = now + waiting_streams.first_after_s(facts)
         while True:
             now = context.now()
@@ -142,7 +141,7 @@ class Waiting(State):
     def leave(self) -> None:
         super().leave()
         request, context = self._request, self._request.context
-        held_at, self._held_at = self._held_at, None
+        held_at, self.held_at = self.held_at, None
         if held_at is not None:
             hold_s = context.now() - held_at
             request.waited_s += hold_s
